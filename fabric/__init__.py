@@ -1,4 +1,4 @@
-"""The public face of `fabric`. Lazy: `import fabric` loads neither torch nor the package behind the names."""
+"""The public names of `fabric`. They load lazily: `import fabric` does not import torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`python -m fabric run ...`: the command line without an installed script."""
+"""`python -m fabric run ...`: the command line without the installed script."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Argument checks of the setup verbs, before they change anything: each raises one error with its remedy."""
+"""Argument checks of the setup verbs, which run before any change; and warnings about models and loaders that
+were not set up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.core._torch import BatchNorm, goes_on
+from fabric.core._torch import BatchNorm, is_underway
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -37,16 +39,16 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="Callable[..., Any]")
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
-"""What FABRIC_REPLICA_CHECK may be beside a number."""
-begun: list[tuple[weakref.ref[Any], weakref.ref[Any], str]] = []
-"""Iterations of DataLoaders over all of their dataset that began with gradients enabled; the loaders; a
-description of each."""
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders that were not set up, of which a warning was given."""
-_warned_of: set[str] = set()
-"""What those were that were garbage by then: `for batch in DataLoader(...)`."""
+"""Values of FABRIC_REPLICA_CHECK that are not numbers."""
+raw_iterations: list[tuple[weakref.ref[Any], weakref.ref[Any], str]] = []
+"""Iterations with enabled gradients of loaders that were not set up and yield their whole dataset: the
+iteration, its loader, a description."""
+_warned_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Loaders that a warning was given about."""
+_warned_descriptions: set[str] = set()
+"""Descriptions of such loaders that were freed before the warning: `for batch in DataLoader(...)`."""
 _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
-"""Those of torch that know of no ranks."""
+"""Samplers of torch that yield the same samples on all ranks."""
 
 
 def explains_arguments(verb: str) -> Callable[[C], C]:
@@ -71,43 +73,43 @@ def explains_arguments(verb: str) -> Callable[[C], C]:
     return decorate
 
 
-def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
-    """Raise unless there is at least one, and all are of torch's class `kind` and not set up yet."""
+def check_not_set_up(objects: tuple[Any, ...], kind: type, verb: str) -> None:
+    """Raise unless there is at least one object, and all are of torch's class `kind` and not set up yet."""
     if not objects:
         raise ConfigurationError(f"{verb} needs at least one {kind.__name__}.")
-    for given in objects:
-        if is_wrapped(given):
-            raise _set_up(given, verb)
-        if not isinstance(given, kind):
+    for obj in objects:
+        if is_wrapped(obj):
+            raise _set_up_twice(obj, verb)
+        if not isinstance(obj, kind):
             from fabric.core.advice import kind_advice
 
             raise ArgumentTypeError(
-                f"{verb} needs torch's {kind.__name__}, but got {type(given).__name__}."
-                + kind_advice(verb, kind.__name__, given)
+                f"{verb} needs torch's {kind.__name__}, but got {type(obj).__name__}."
+                + kind_advice(verb, kind.__name__, obj)
             )
 
 
-def _set_up(given: Any, verb: str) -> ConfigurationError:
+def _set_up_twice(obj: Any, verb: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{verb}: this {type(unwrap(given)).__name__} is set up already. Set each up once and keep it."
+        f"{verb}: this {type(unwrap(obj)).__name__} is set up already. Set each up once and keep it."
     )
 
 
 def check_module(module: Any, verb: str, strategy: Any) -> tuple[Module, Module]:
-    """The module to set up, and the same without torch.compile. It is taken out of a DDP of the user's own.
+    """Return the module to set up, and the same without torch.compile. A DDP around it is removed.
 
     Args:
-        module: What was given to `verb`.
-        verb: For the messages.
-        strategy: Whose models are set up already; it may synchronise gradients between processes.
+        module: The argument of `verb`.
+        verb: The caller, for messages.
+        strategy: Its layout may synchronise gradients between processes; has the models that are set up.
 
     Raises:
         ConfigurationError: It is set up already.
-        ArgumentTypeError: No module.
-        UsageError: A DDP is inside of it, or FSDP1: gradients would be synchronised twice.
+        ArgumentTypeError: Not a module.
+        UsageError: It contains DDP or FSDP1, so that gradients would be synchronised twice.
     """
     if not isinstance(module, Module) or is_wrapped(module):
-        check_given((module,), Module, verb)  # raises
+        check_not_set_up((module,), Module, verb)  # raises
     wrappers: tuple[Any, ...] = (DistributedDataParallel,)
     if strategy.layout.traits.needs_launch:
         fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -116,8 +118,8 @@ def check_module(module: Any, verb: str, strategy: Any) -> tuple[Module, Module]
     if isinstance(outer, DistributedDataParallel | DataParallel) and isinstance(outer, wrappers):
         inner = unwrap(outer.module)
         rank_zero_warn(
-            f"{verb} took {type(outer).__name__} off your {type(inner).__name__}: the strategy "
-            "synchronises gradients itself. Leave it out; its settings belong into the strategy."
+            f"{verb} removed {type(outer).__name__} around your {type(inner).__name__}, because the strategy "
+            "synchronises gradients itself. Leave it out, and pass its settings to the strategy."
         )
         module = recompile(outer.module, like=module) if is_compiled(module) else outer.module
     for path, part in inner.named_modules():
@@ -127,12 +129,12 @@ def check_module(module: Any, verb: str, strategy: Any) -> tuple[Module, Module]
                 f"strategy synchronises gradients itself. Give {verb} a model without it."
             )
     if inner in strategy.modules:
-        raise _set_up(module, verb)
+        raise _set_up_twice(module, verb)
     return module, inner
 
 
 def warn_of_batch_norm(module: Module, device: torch.device) -> None:
-    """Warn of layers that take statistics of this rank's part of a batch; one process takes those of all."""
+    """Warn of batch norm layers: their statistics are those of this rank's part of a batch."""
     found = [
         f"{path} ({type(part).__name__})"
         for path, part in module.named_modules()
@@ -146,15 +148,15 @@ def warn_of_batch_norm(module: Module, device: torch.device) -> None:
             )
         rank_zero_warn(
             f"{', '.join(found[:4])}{', ...' * bool(found[4:])}: batch norm in training sees only a rank's "
-            f"part of each batch, so that numbers are not those of one process. To have them, {fix}.",
+            f"part of each batch, so results differ from those of one process. For equal results, {fix}.",
             category=PossibleUserWarning,
         )
 
 
 def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
-    """Warn of loaders whose workers, on all `ranks` of this machine, are more than its cores.
+    """Warn if loaders have more workers, over all `ranks` of this machine, than it has cores.
 
-    torch looks at one process: it warns where a rank alone has more workers than there are cores.
+    torch's own warning considers one process only.
     """
     most = max([loader.num_workers for loader in loaders])
     if most <= 1:
@@ -166,84 +168,86 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
     if most > fair:
         rank_zero_warn(
             f"num_workers={most} on each of the {ranks} ranks of this machine are {most * ranks} processes "
-            f"beside the ranks, on {usable_cores()} cores. Write num_workers={fair}, a rank's share.",
+            f"in addition to the ranks, on {usable_cores()} cores. Write num_workers={fair}, a rank's share.",
             category=PossibleUserWarning,
         )
 
 
-def warn_of_raw(parts: int, model: bool) -> None:
-    """Warn in a backward of what was not set up: a model; each DataLoader over all of its dataset that is
-    iterated now.
+def warn_if_not_set_up(shards: int, no_model: bool) -> None:
+    """Warn in a backward if no model was set up, and of each loader in `raw_iterations` that is iterated now.
 
     Args:
-        parts: Among how many ranks the data are shared out.
-        model: Whether no model was set up.
+        shards: Number of ranks that read different data.
+        no_model: Whether no model was set up.
     """
-    if model:
+    if no_model:
         rank_zero_warn(
-            "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
-            "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
-            "yourself.",
+            "fabric.backward ran although no model was set up: each rank keeps its own gradients, and the "
+            "models diverge. Write model, optimizer = fabric.setup(model, optimizer); or average the "
+            "gradients yourself.",
             category=RanksDifferWarning,
         )
-    for iteration, loader, data in [(iteration(), loader(), data) for iteration, loader, data in begun]:
-        known = data in _warned_of if loader is None else loader in _warned
-        if iteration is None or known or not goes_on(iteration):
+    for iteration, loader, data in [
+        (iteration(), loader(), data) for iteration, loader, data in raw_iterations
+    ]:
+        warned = data in _warned_descriptions if loader is None else loader in _warned_loaders
+        if iteration is None or warned or not is_underway(iteration):
             continue
-        _warned_of.add(data) if loader is None else _warned.add(loader)
+        _warned_descriptions.add(data) if loader is None else _warned_loaders.add(loader)
         rank_zero_warn(
             f"A DataLoader that was not set up ({data}) is iterated in training. Unless each rank has its "
-            f"own part, this is {parts} times the same work. Write loader = fabric.setup_dataloaders(loader) "
-            "and iterate the result; for a part of each rank's own with use_distributed_sampler=False.",
+            f"own part, all {shards} ranks do the same work. Write loader = "
+            "fabric.setup_dataloaders(loader) and iterate the result; if each rank has its own part, with "
+            "use_distributed_sampler=False.",
             category=RanksDifferWarning,
         )
 
 
-def watch_loaders() -> None:
-    """From now on put into `begun` each iteration of a DataLoader with torch's own samplers."""
-    plain = DataLoader.__iter__
-    if plain.__module__ == __name__:
+def record_raw_iterations() -> None:
+    """Patch DataLoader to record iterations with torch's own samplers in `raw_iterations`."""
+    original = DataLoader.__iter__
+    if original.__module__ == __name__:
         return
 
-    def begin(loader: Any) -> Any:
-        iteration, batches = plain(loader), loader.batch_sampler
+    def recorded_iter(loader: Any) -> Any:
+        iteration, batches = original(loader), loader.batch_sampler
         order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
         if type(order) in _SAMPLERS and torch.is_grad_enabled():
             data = f"{type(loader.dataset).__name__} of {len(loader.dataset)}, batch_size={loader.batch_size}"
-            going = [one for one in begun if one[0]() is not None]
-            begun[:] = [*going, (weakref.ref(iteration), weakref.ref(loader), data)]
+            alive = [entry for entry in raw_iterations if entry[0]() is not None]
+            raw_iterations[:] = [*alive, (weakref.ref(iteration), weakref.ref(loader), data)]
         return iteration
 
-    DataLoader.__iter__ = begin  # type: ignore[method-assign]
+    DataLoader.__iter__ = recorded_iter  # type: ignore[method-assign]
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
     """Raise unless all can be set up: optimizers, each once, not yet wrapped."""
-    check_given(optimizers, Optimizer, verb)
+    check_not_set_up(optimizers, Optimizer, verb)
     if len({id(o) for o in optimizers}) != len(optimizers):
         raise ConfigurationError(f"{verb}: the same optimizer was passed twice. Pass each once.")
 
 
 def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: str) -> None:
-    """Raise if an optimizer holds parameters of no module that is set up: they would not be synchronised.
+    """Raise if an optimizer holds parameters of no module in `modules`: they would not be synchronised.
 
-    `modules`: those that are likely to hold them first; the others are not looked at.
+    The search ends when all are found, so put the most likely modules first.
     """
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        wanted = {id(p): p for p in held}
+        unowned = {id(p): p for p in held}
         for module in modules:
-            if not wanted:
+            if not unowned:
                 break
             for parameter in module.parameters():
-                wanted.pop(id(parameter), None)
-        foreign = [tuple(p.shape) for p in wanted.values()]
+                unowned.pop(id(parameter), None)
+        foreign = [tuple(p.shape) for p in unowned.values()]
         if foreign:
             raise ConfigurationError(
                 f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "
-                f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the optimizer "
-                f"from this model's .parameters(), or set all its models up with setup_module first, then "
-                f"optimizer = fabric.setup_optimizers(optimizer), which takes parameters of no model, too."
+                f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the "
+                f"optimizer from this model's .parameters(); or set up all its models with setup_module, "
+                f"then optimizer = fabric.setup_optimizers(optimizer), which also takes other parameters."
             )
 
 
@@ -253,14 +257,14 @@ def check_schedule(value: Any) -> bool | int:
     Raises:
         ConfigurationError: Neither a bool nor a number of at least 1; `value` may come from the environment.
     """
-    given, text = value, f"replica_check={value!r}"
+    schedule, text = value, f"replica_check={value!r}"
     if value is None:
-        given = os.environ.get("FABRIC_REPLICA_CHECK", "True")
-        text = f"FABRIC_REPLICA_CHECK={given}"
-        given = _WORDS.get(given.lower(), given)
-        given = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
-        return given
+        schedule = os.environ.get("FABRIC_REPLICA_CHECK", "True")
+        text = f"FABRIC_REPLICA_CHECK={schedule}"
+        schedule = _WORDS.get(schedule.lower(), schedule)
+        schedule = int(schedule) if isinstance(schedule, str) and schedule.isdecimal() else schedule
+    if isinstance(schedule, bool) or (isinstance(schedule, int) and schedule > 0):
+        return schedule
     raise ConfigurationError(
         f"{text} is not a schedule. Write True (after backwards number 1, 2, 4, ...), False (never), or a "
         "number of backwards between two checks, such as 100."
@@ -352,7 +356,11 @@ def check_clipped(module: Any, optimizer: Any, others: Iterable[Module]) -> None
 
 
 def check_forward_module(module: Any, verb: str) -> Module:
-    """The wrapped module behind a model that is set up; raises for one that is not."""
+    """Return the module that the layout wrapped, of a model that is set up.
+
+    Raises:
+        UsageError: The model is not set up.
+    """
     while is_compiled(module):
         module = module._orig_mod
     if not isinstance(module, _FabricModule):
@@ -365,25 +373,27 @@ def check_forward_module(module: Any, verb: str) -> Module:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a metric, or a collection, of torchmetrics; does not import it."""
+    """Whether `value` is a metric or collection of torchmetrics, which is not imported for it."""
     metrics = sys.modules.get("torchmetrics")
     return metrics is not None and isinstance(value, metrics.Metric | metrics.MetricCollection)
 
 
 def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Metrics of torchmetrics by name, of the values that are to be logged.
+    """Return the torchmetrics among values to be logged, by name.
 
     Raises:
-        ArgumentTypeError: A name is no str.
+        ArgumentTypeError: A name is not a str.
     """
     if odd := [name for name in values if not isinstance(name, str)]:
         kind = type(odd[0]).__name__
-        raise ArgumentTypeError(f'{odd[0]!r} ({kind}) is no name to log by. Write fabric.log("loss", value).')
+        raise ArgumentTypeError(
+            f'{odd[0]!r} ({kind}) is not a name: logged values need a str. Write fabric.log("loss", value).'
+        )
     return {name: value for name, value in values.items() if is_metric(value)}
 
 
 def item_count(value: Any, verb: str) -> int | float:
-    """A number of items as a Python number; waits for a tensor on a device.
+    """Return a number of items as a Python number; for a tensor on a device the host waits.
 
     Raises:
         ArgumentTypeError: Neither a real number nor a tensor with one.

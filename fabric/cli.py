@@ -1,6 +1,6 @@
-"""`fabric run`: starts all ranks of this machine at once and supervises them. Imports no torch: the ranks
-do. `fabric check` compares a script's first steps on one rank and on several; `fabric consolidate` makes one
-file of a sharded checkpoint.
+"""The command line. `fabric run` starts the ranks of this machine and supervises them, without importing
+torch. `fabric check` compares a script's first steps on one rank and on several. `fabric consolidate`
+converts a sharded checkpoint to one file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.core.registry import did_you_mean
 from fabric.core.slices import use_slice
 from fabric.launch.commands import run_commands
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from fabric.launch.rank_env import RankEnv
 
 DEFAULT_PORT = 29400
-"""Where rank zero of several machines listens; on one machine the kernel chooses."""
+"""Port of rank zero with several machines; on one machine the kernel chooses a free one."""
 LOG_DIR = "FABRIC_LOG_DIR"
-"""As --log-dir."""
+"""Variable with the meaning of --log-dir."""
 
 
 _ADVICE = 'Write a number (--devices 2), a list (--devices 0,1, or "0," for device 0 alone) or auto.'
@@ -45,7 +45,7 @@ class Option(NamedTuple):
     default: str
     help: str
     variable: str = ""
-    """Of a rank's place; the others are handed to the script as FABRIC_<NAME>."""
+    """Variable with the default, for rendezvous options; others are passed to the script as FABRIC_<NAME>."""
 
 
 _OPTIONS = {
@@ -61,19 +61,19 @@ _OPTIONS = {
 
 
 class Setting(NamedTuple):
-    """A value as text, and where it comes from: "command line", a variable's name, "default"."""
+    """A value as text, and its source: "command line", a variable's name, or "default"."""
 
     value: str
     source: str
 
 
-_OF_OTHERS = {
+_FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
     "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
     "--master-addr": "--main-address", "--master_addr": "--main-address", "--master-port": "--main-port",
     "--master_port": "--main-port", "--mixed-precision": "--precision", "--mixed_precision": "--precision",
 }  # fmt: skip
-"""Options of torchrun, mpirun and other launchers, and those of `fabric run` that mean the same."""
+"""Options of torchrun, mpirun and other launchers, with the equivalent of `fabric run`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,14 +84,14 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: ([^\s=]+)", message)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            other = _OF_OTHERS.get(unknown[1])
-            message += f". Write {other}." if other else f".{did_you_mean(unknown[1], known)}"
+            equivalent = _FOREIGN_OPTIONS.get(unknown[1])
+            message += f". Write {equivalent}." if equivalent else f".{did_you_mean(unknown[1], known)}"
         if choice := re.search(r"invalid choice: '([^']+)'", message):
             message += f".{did_you_mean(choice[1], ('run', 'check', 'consolidate'))}"
         super().error(message)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the options; a command's own parser refuses what it does not know."""
+        """Return the options; the command's parser reports unknown ones."""
         options, unknown = self.parse_known_args(*args, **kwargs)
         if unknown:
             commands = next(action.choices for action in self._actions if action.dest == "command")
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a script on several processes",
-        description="Start a script (or -m module) on several processes, which Fabric(...) in it then joins.",
+        description="Start a script (or -m module) on several processes; Fabric(...) in it joins them.",
         usage="fabric run [options] (script.py | -m module) [arguments of the script]",
         epilog="Examples: fabric run --devices 2 train.py --lr 0.1; fabric run --devices 0,1 -m train; "
         "one of two machines: fabric run --devices 8 --num-nodes 2 --node-rank 0 --main-address 10.0.0.1 "
@@ -133,12 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
-    run.add_argument("--verbose", action="store_true", help="print each value and where it is from")
+    run.add_argument("--verbose", action="store_true", help="print each setting and its source")
     check = commands.add_parser(
         "check",
         help="compare a script's first steps on one rank and on several",
-        description="Run the first steps of a script on several ranks, and on one with the batches of all of "
-        "them; compare gradients. On the CPU, without dropout.",
+        description="Run the first steps of a script on several ranks, and on one with the batches of all; "
+        "compare gradients. On the CPU, without dropout.",
         usage="fabric check [options] (script.py | -m module) [arguments of the script]",
         allow_abbrev=False,
     )
@@ -146,16 +146,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--steps", metavar="N", default="3", help="how many steps of optimizers; default: 3")
     merge = commands.add_parser(
         "consolidate",
-        help="make one file of a sharded checkpoint",
-        description="Make one file of a sharded checkpoint, which torch.load reads; with the name "
-        "F.safetensors one of its model. Needs the memory of one tensor, and no ranks.",
+        help="convert a sharded checkpoint to one file",
+        description="Convert a sharded checkpoint to one file, which torch.load reads. With --output "
+        "F.safetensors the file has its model only. Needs the memory of one tensor, and no ranks.",
     )
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
     for command in (run, check):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
@@ -171,7 +171,10 @@ def _versions() -> str:
 
 def _check(options: argparse.Namespace) -> int:
     numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
-    ranks, steps = _whole(numbers["devices"], "--devices", 2), _whole(numbers["steps"], "--steps", 1)
+    ranks, steps = (
+        _parse_count(numbers["devices"], "--devices", 2),
+        _parse_count(numbers["steps"], "--steps", 1),
+    )
     return int(use_slice("check").check(_command_line(options)[1:], ranks, steps))
 
 
@@ -179,22 +182,22 @@ def _consolidate(options: argparse.Namespace) -> int:
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
     try:
         consolidate = use_slice("sharded reader").consolidate
-        left = consolidate(_of_this_machine(options.checkpoint), _of_this_machine(output))
+        omitted = consolidate(_as_local_path(options.checkpoint), _as_local_path(output))
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)
         return 1
-    less = f", with the model only: without {', '.join(map(repr, left))}" if left else ""
-    say(f"{options.checkpoint} is now also one file: {output}{less}")
+    note = f", with the model only: without {', '.join(map(repr, omitted))}" if omitted else ""
+    print_line(f"{options.checkpoint} is now also one file: {output}{note}")
     return 0
 
 
-def _of_this_machine(given: str) -> Path:
+def _as_local_path(text: str) -> Path:
     from fabric.utilities.cloud_io import local_path
 
-    path = local_path(given)
+    path = local_path(text)
     if path is None:
         raise ConfigurationError(
-            f"{given} is a URL, and consolidate is for files of this machine. Copy them, and write a path."
+            f"{text} is a URL, but consolidate reads and writes local files. Copy them, and write a path."
         )
     return path
 
@@ -203,12 +206,12 @@ def _run(options: argparse.Namespace) -> int:
     require_posix()
     argv = _command_line(options)
     settings = effective_settings(vars(options), os.environ)
-    devices, nodes = settings["devices"].value, _whole(settings["num_nodes"], "--num-nodes", 1)
+    devices, nodes = settings["devices"].value, _parse_count(settings["num_nodes"], "--num-nodes", 1)
     count = count_processes(devices, settings["accelerator"].value)
     if options.verbose:
         _print_settings(settings, count, nodes)
-    place, listener = _place(settings, count, nodes)
-    # Only what was given: the script's own arguments decide the rest.
+    rank_env, listener = _first_rank_env(settings, count, nodes)
+    # Only options of the command line: the arguments of Fabric(...) in the script decide the rest.
     variables = {
         f"FABRIC_{name.upper()}": settings[name].value
         for name, option in _OPTIONS.items()
@@ -217,53 +220,53 @@ def _run(options: argparse.Namespace) -> int:
     logs = None
     if directory := options.log_dir or os.environ.get(LOG_DIR):
         logs = RankLogs(Path(directory))
-        variables["PYTHONUNBUFFERED"] = "1"  # a pipe is no terminal: Python would keep lines back
-    return run_commands(argv, place, listener, variables, "cli", logs=logs)
+        variables["PYTHONUNBUFFERED"] = "1"  # Python buffers output to a pipe
+    return run_commands(argv, rank_env, listener, variables, "cli", logs=logs)
 
 
 def effective_settings(
     options: Mapping[str, str | None], environment: Mapping[str, str]
 ) -> dict[str, Setting]:
-    """Each setting's value and its source: the command line, a variable, or the default."""
+    """Return each setting with its source: the command line, a variable, or the default."""
     settings = {}
     for name, option in _OPTIONS.items():
         variable = option.variable or f"FABRIC_{name.upper()}"
-        given, inherited = options.get(name), environment.get(variable)
+        from_options, from_environment = options.get(name), environment.get(variable)
         settings[name] = Setting(option.default, "default")
-        if given is not None:
-            settings[name] = Setting(given, "command line")
-        elif inherited:
-            settings[name] = Setting(inherited, variable)
+        if from_options is not None:
+            settings[name] = Setting(from_options, "command line")
+        elif from_environment:
+            settings[name] = Setting(from_environment, variable)
     return settings
 
 
 def count_processes(devices: str, accelerator: str = "auto") -> int:
-    """Return the number of ranks that `--devices` means on this machine.
+    """Return the number of ranks on this machine for `--devices`.
 
     Args:
         devices: "auto", "-1", a number, or a list such as "0,1" or "0,".
-        accelerator: Where it is "cpu", auto means 1; otherwise what torch sees, or 1 without any.
+        accelerator: For "cpu" auto means 1; otherwise the number of devices that torch sees, at least 1.
 
     Raises:
-        ConfigurationError: It is none of these, or names nothing.
+        ConfigurationError: It is none of these, or names no device.
     """
-    wanted = read_devices(devices, _ADVICE)
-    if wanted == ALL:
-        return 1 if accelerator == "cpu" else max(1, _ask_torch())
-    count = wanted if isinstance(wanted, int) else len(set(wanted or []))
-    if count < 1 or (isinstance(wanted, list) and count < len(wanted)):
-        raise ConfigurationError(f"devices={devices!r} is no number of devices above 0, each once. {_ADVICE}")
+    parsed = read_devices(devices, _ADVICE)
+    if parsed == ALL:
+        return 1 if accelerator == "cpu" else max(1, _count_devices_in_subprocess())
+    count = parsed if isinstance(parsed, int) else len(set(parsed or []))
+    if count < 1 or (isinstance(parsed, list) and count < len(parsed)):
+        raise ConfigurationError(f"devices={devices!r} names no device, or one twice. {_ADVICE}")
     return count
 
 
-def _ask_torch() -> int:
+def _count_devices_in_subprocess() -> int:
     """Return the number of devices that torch sees, in a separate process. Takes seconds."""
     code = "import torch; print('', torch.accelerator.device_count())"
     try:
-        told = subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=300)
-        return int(told.split()[-1])
+        output = subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=300)
+        return int(output.split()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0  # the ranks will say what is wrong with torch
+        return 0  # the ranks raise the error of importing torch
 
 
 def _command_line(options: argparse.Namespace) -> list[str]:
@@ -280,15 +283,17 @@ def _command_line(options: argparse.Namespace) -> list[str]:
     if not Path(options.script).exists():
         raise ConfigurationError(
             f"The script {options.script!r} does not exist (looked in {Path.cwd()}). Write the path of a "
-            f"Python file; options of fabric {options.command} stand before it, or use -m for a module."
+            f"Python file after the options of fabric {options.command}, or use -m for a module."
         )
     return [sys.executable, options.script, *options.arguments]
 
 
-def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[RankEnv, socket.socket | None]:
-    """The place of the first rank here, and on node 0 the socket that listens for all."""
-    node_rank = _whole(settings["node_rank"], "--node-rank", 0)
-    port = _whole(settings["main_port"], "--main-port", 0)
+def _first_rank_env(
+    settings: Mapping[str, Setting], count: int, nodes: int
+) -> tuple[RankEnv, socket.socket | None]:
+    """Return the variables of this machine's first rank, and on node 0 the listening socket of the job."""
+    node_rank = _parse_count(settings["node_rank"], "--node-rank", 0)
+    port = _parse_count(settings["main_port"], "--main-port", 0)
     address = settings["main_address"].value
     if node_rank >= nodes:
         raise ConfigurationError(
@@ -297,12 +302,12 @@ def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Ran
     if nodes > 1 and settings["main_address"].source == "default":
         raise ConfigurationError(
             f"--num-nodes {nodes} needs --main-address: the name or address of the machine with --node-rank "
-            "0, as the others reach it. Write it on every machine."
+            "0, as seen by the others. Write it on every machine."
         )
     return first_rank_env(count, nodes, node_rank, address, port or (DEFAULT_PORT if nodes > 1 else 0))
 
 
-def _whole(setting: Setting, option: str, least: int) -> int:
+def _parse_count(setting: Setting, option: str, least: int) -> int:
     text = str(setting.value).strip()
     if not text.isdigit() or int(text) < least:
         raise ConfigurationError(
@@ -313,8 +318,8 @@ def _whole(setting: Setting, option: str, least: int) -> int:
 
 def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> None:
     for name, setting in settings.items():
-        say(f"{name} = {setting.value} ({setting.source})")
-    say(f"{count * nodes} ranks, {count} of them on this machine")
+        print_line(f"{name} = {setting.value} ({setting.source})")
+    print_line(f"{count * nodes} ranks, {count} of them on this machine")
 
 
 if __name__ == "__main__":

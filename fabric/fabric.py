@@ -1,4 +1,4 @@
-"""`Fabric`: the user's verbs. It reads facts and calls methods; no backend is named here.
+"""`Fabric`: the methods that a training loop calls. It names no backend, and delegates to the strategy.
 
 A verb marked "all ranks" must be called by every rank, in the same order.
 """
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checks import (
-    begun,
     check_callbacks,
     check_clipped,
     check_forward_module,
-    check_given,
     check_loggers,
+    check_not_set_up,
     check_schedule,
     explains_arguments,
     item_count,
-    warn_of_raw,
-    watch_loaders,
+    raw_iterations,
+    record_raw_iterations,
+    warn_if_not_set_up,
 )
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 
 def _do_nothing(*_: Any) -> None:
-    """The function of `fabric.launch()` where none is given."""
+    """Default argument of `fabric.launch`: the ranks run the code after `launch()`."""
 
 
 class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
-    Where ranks are to be started, what needs them comes after `launch()`, and raises a UsageError before.
-    Where all ranks must make a call and make different ones, all get a CollectiveMismatch.
+    With several ranks, verbs that need them raise a UsageError before `launch()`.
+    If ranks call different verbs, or one verb with different data, all of them raise a CollectiveMismatch.
 
     Args:
         accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.
@@ -62,13 +62,13 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         devices: How many devices, or which; see accelerators/README.md. "auto": all there are (CPU: 1).
         num_nodes: How many machines.
         precision: "32-true", "bf16-mixed", ...; see precision/README.md. None: "32-true".
-        plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once; and parts of your
-            own (`fabric.core.parts.Part`).
+        plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once; and your own parts
+            (`fabric.core.parts.Part`).
         callbacks: Objects whose methods `call` and the wrappers call by name.
         loggers: Where `log` and `log_dict` write.
-        replica_check: When ranks compare what must be equal on them; see replicas/README.md. True: after
-            backwards number 1, 2, 4, ..., 1,024, and each 1,024th; a number n: after each n-th; False: never.
-            None: FABRIC_REPLICA_CHECK, or True.
+        replica_check: When ranks compare values that must be equal on all of them; see replicas/README.md.
+            True: after backwards number 1, 2, 4, ..., 1,024, and each 1,024th; a number n: after each n-th;
+            False: never. None: FABRIC_REPLICA_CHECK, or True.
 
     Raises:
         ConfigurationError: Arguments that are unknown, impossible on this machine, or contradict each other.
@@ -89,7 +89,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         loggers: Logger | list[Logger] | None = None,
         replica_check: bool | int | None = None,
     ) -> None:
-        plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
+        plan = resolve(
+            Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.detect()
+        )
         self._strategy: Strategy = plan.strategy
         self._strategy.replica_check = check_schedule(replica_check)
         self._strategy.bind(plan)
@@ -105,7 +107,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
-            cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
+            cls.run = _launch_before_run(cls.__dict__["run"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stopper": None}
@@ -120,7 +122,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             raise attribute_error(self, name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """For subclasses: a loop in this method runs on every rank, launched by calling it.
+        """Launch the ranks and run a subclass's `run` on each of them.
 
         Raises:
             UsageError: The subclass has no `run`.
@@ -131,18 +133,18 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         )
 
     def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks and give them the same work. All later calls of it do nothing but call `function`.
+        """Start the ranks and run the same code on each. Later calls only call `function`.
 
-        Where the ranks are scripts, the process that starts them watches them to their end, and exits here.
+        If the ranks are scripts, the process that starts them supervises them to their end, and exits here.
 
         Args:
-            function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are
-                started by spawn, fork or forkserver; elsewhere the code after `launch()` is the work.
-            args: Passed on; under spawn and forkserver they must pickle.
-            kwargs: Passed on.
+            function: Called on every rank as function(fabric, *args, **kwargs). Required if processes are
+                started by spawn, fork or forkserver; otherwise the ranks run the code after `launch()`.
+            args: Arguments of `function`; under spawn and forkserver they must pickle.
+            kwargs: Keyword arguments of `function`.
 
         Returns:
-            What the function returned on rank zero (or on this rank, where the ranks are scripts).
+            The function's result on rank zero (on this rank, if the ranks are scripts).
 
         Raises:
             ArgumentTypeError: `function` cannot be called with a Fabric.
@@ -165,22 +167,23 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             self._strategy.setup_environment()
         self._launched = True
         if self.is_global_zero and self.world_size > 1:
-            watch_loaders()
+            record_raw_iterations()
 
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
-        """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks must call
-        this.
+        """Run the backward pass, in place of `loss.backward()`, and synchronise gradients. All ranks must
+        call this.
 
         Args:
-            tensor: The loss, one element; of others `args` has the gradient, as in torch.
-            args: Passed on to `Tensor.backward`.
-            model: The model that the loss came from, for engines that need it.
-            kwargs: Passed on.
+            tensor: The loss, a one-element tensor; for others `args` has the gradient, as in torch.
+            args: Arguments of `Tensor.backward`.
+            model: The model that computed the loss, for engines that need it.
+            kwargs: Keyword arguments of `Tensor.backward`.
 
         Raises:
-            ArgumentTypeError: `tensor` is no tensor.
+            ArgumentTypeError: `tensor` is not a tensor.
+            UsageError: The loss requires no gradient, has several elements, or its graph was freed.
         """
         if not isinstance(tensor, torch.Tensor):
             found = f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}"
@@ -188,12 +191,12 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 raise ArgumentTypeError(f'{found}. Write fabric.backward(out["loss"]).')
             raise ArgumentTypeError(f"{found}. Write fabric.backward(loss) without .item().")
         strategy = self._strategy
-        if begun or not self._looked:
+        if raw_iterations or not self._backward_checked:
             self._require_launch("backward()")
             if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
-                warn_of_raw(strategy.data_rank[1], not self._models and not self._looked)
-            self._looked = True
-            begun.clear()
+                warn_if_not_set_up(strategy.data_rank[1], not self._models and not self._backward_checked)
+            self._backward_checked = True
+            raw_iterations.clear()
         gate = strategy.gate
         gate.open = True
         try:
@@ -224,62 +227,62 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         must call this.
 
         Args:
-            module: The model, as `setup` gave it.
+            module: The model that `setup` returned.
             optimizer: Its gradients are clipped, in place.
-            clip_val: Each element goes into [-clip_val, clip_val].
-            max_norm: The norm of all gradients of the whole model together is at most this.
+            clip_val: Each element is clamped to [-clip_val, clip_val].
+            max_norm: Upper limit of the norm of all gradients of the whole model.
             norm_type: 2.0: the Euclidean norm; `float("inf")`: the largest element.
             error_if_nonfinite: Whether a norm that is not finite raises.
 
         Returns:
-            The total norm before clipping, a tensor of shape (), where `max_norm` was given.
+            The total norm before clipping, a tensor of shape (), if `max_norm` was given.
 
         Raises:
             ConfigurationError: Both limits, or neither; the optimizer is that of another model.
             ArgumentTypeError: `module` is not a model, or `optimizer` not an optimizer.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. That of a
-                device is looked at in the next call: the host does not wait for it.
-            UsageError: Gradients wait for a backward outside of `no_backward_sync`.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. On a
+                device the next call checks it, so that the host does not wait.
+            UsageError: The gradients are unsynchronised: no backward outside of `no_backward_sync` followed.
         """
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
                 f"clip_gradients needs one limit, but got clip_val={clip_val!r} and max_norm={max_norm!r}. "
                 f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
             )
-        plain, stepped = unwrap(module), unwrap(optimizer)
-        if (id(plain), id(stepped)) not in self._clipped:
-            check_clipped(plain, stepped, self._strategy.modules)
-            self._clipped.add((id(plain), id(stepped)))
+        module, optimizer = unwrap(module), unwrap(optimizer)
+        if (id(module), id(optimizer)) not in self._clipped:
+            check_clipped(module, optimizer, self._strategy.modules)
+            self._clipped.add((id(module), id(optimizer)))
         for clipping in self._strategy.hooks["clipping"]:
-            clipping(stepped, {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type})
+            clipping(optimizer, {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type})
         if clip_val is not None:
-            return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
-        return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
+            return self._strategy.clip_gradients_value(module, optimizer, clip_val)  # type: ignore[func-returns-value]
+        return self._strategy.clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
 
     @eager
     def normalize_gradients(self, module: Any, num_items: Any, *, optimizer: Any = None) -> int | float:
-        """Make gradients of summed losses those of the mean over all items, once per step. All ranks must
-        call this.
+        """Divide gradients of summed losses by the number of items of all ranks, once per step. All ranks
+        must call this.
 
         Call it after the last backward of a step, and before `clip_gradients` and `optimizer.step()`. The
-        gradients are then those of the sum of all losses divided by the number of all items, as of one big
-        batch. The spread of items over ranks and micro-batches does not matter. One small message,
-        none on one process.
+        gradients are then those of the sum of all losses divided by the number of all items, as for one big
+        batch. The distribution of items over ranks and micro-batches does not matter. Costs one small
+        message, none on one process.
 
         Args:
-            module: The model, as `setup` gave it.
+            module: The model that `setup` returned.
             num_items: How many items (tokens, rows; or a sum of weights) this rank had in this step, in all
                 its micro-batches: a number or a one-element tensor, 0 or more. Ranks that share the same data
                 (tensor parallel) give the same number, which counts once.
-            optimizer: Divide the gradients of what this optimizer holds, instead of those of `module`.
+            optimizer: Divide the gradients of this optimizer's parameters, instead of those of `module`.
 
         Returns:
             The number of items of all ranks, an int if all ranks gave ints. If it is 0, nothing is divided.
 
         Raises:
-            ArgumentTypeError: `num_items` is no number; `optimizer` is no optimizer.
+            ArgumentTypeError: `num_items` is not a number; `optimizer` is not an optimizer.
             ConfigurationError: `num_items` is negative, not finite, or 2**63 or more.
-            UsageError: The model is not set up; gradients wait for a backward outside of `no_backward_sync`.
+            UsageError: The model is not set up; or the gradients are unsynchronised, as for `clip_gradients`.
             CollectiveMismatch: Another rank raised one of these, or counted the same data differently.
         """
         self._require_launch("normalize_gradients()")
@@ -287,21 +290,21 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         try:
             check_forward_module(module, "fabric.normalize_gradients")
             if optimizer is not None:
-                check_given((unwrap(optimizer),), torch.optim.Optimizer, "fabric.normalize_gradients")
+                check_not_set_up((unwrap(optimizer),), torch.optim.Optimizer, "fabric.normalize_gradients")
             count = item_count(num_items, "fabric.normalize_gradients")
         except FabricError as error:
             strategy.abort_call("normalize_gradients", error)
         return strategy.normalize_gradients(unwrap(module), count, unwrap(optimizer))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which operations outside `forward` run in the precision too."""
+        """Context in which operations outside `forward` run in the strategy's precision."""
         return self._strategy.precision.forward_context()
 
     def no_backward_sync(self, module: _FabricModule, enabled: bool = True) -> AbstractContextManager[Any]:
         """Context in which backward passes keep gradients local, for all but the last micro-batch of a step.
 
         Args:
-            module: The model, as `setup` gave it.
+            module: The model that `setup` returned.
             enabled: False makes the context do nothing: `no_backward_sync(model, enabled=not last)`.
 
         Raises:
@@ -325,9 +328,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         """Context in which new modules are made on this device, in this precision's dtype.
 
         Args:
-            empty_init: True draws no initial values, for models that load a checkpoint: weights are NaN until
-                then. With strategies that split models: no memory for weights until `setup`, which gives them
-                the values of a plain construction, part by part.
+            empty_init: True: weights are not initialised but NaN, for models that load a checkpoint. With
+                strategies that shard models, weights take no memory until `setup`, which initialises them
+                part by part with the values of a plain construction.
         """
         self._require_launch("init_module()")
         return self._strategy.module_init_context(empty_init)
@@ -349,10 +352,10 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
         Args:
             seed: 0 to 2**32 - 1; None: FABRIC_GLOBAL_SEED, or 0.
-            workers: Kept for compatibility: workers of set-up loaders always have streams of their own.
+            workers: Kept for compatibility: workers of set-up loaders always have separate random streams.
             verbose: Whether to log the seed.
-            per_rank: Give each rank a stream of its own (dropout masks), after models are initialised alike.
-                Comes after `launch()`: before, nobody knows which rank this is, or will be.
+            per_rank: Give each rank a separate random stream (dropout masks), after all ranks initialised
+                their models equally. Call it after `launch()`, because the rank is unknown before.
 
         Returns:
             The seed.
@@ -365,14 +368,14 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         return used
 
 
-def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A subclass's `run` that launches if `launch()` was not called, inside the strategy's module context."""
+def _launch_before_run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a subclass's `run`: launch if necessary, and run it inside the strategy's module context."""
 
     @functools.wraps(run)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._launched:
             return self.launch(_call_run, *args, **kwargs)
-        if type(self).run is not wrapper:  # called by super().run(), inside the outermost one
+        if type(self).run is not wrapper:  # called by super().run(): the context is entered already
             return run(self, *args, **kwargs)
         with self.strategy.module_sharded_context():
             return run(self, *args, **kwargs)
@@ -388,7 +391,7 @@ def _check_function(function: Any) -> None:
     """Raise unless `function` can be called with a Fabric.
 
     Raises:
-        ArgumentTypeError: Not callable, or without a parameter for it.
+        ArgumentTypeError: It is not callable, or takes no positional argument.
     """
     if not callable(function):
         raise ArgumentTypeError(

@@ -1,6 +1,4 @@
-"""`RankFacts`: what a loop asks about its process. The base of `Fabric`; reads the strategy, changes
-nothing.
-"""
+"""`RankFacts`: read-only attributes of this process, and the base class of `Fabric`."""
 
 from __future__ import annotations
 
@@ -50,17 +48,17 @@ class RankFacts:
 
     @property
     def global_rank(self) -> int:
-        """This process among all, from 0."""
+        """The rank of this process in the job, from 0."""
         return self._strategy.topology.job_rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine, from 0."""
+        """The rank of this process on its machine, from 0."""
         return self._strategy.topology.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine among all, from 0."""
+        """The number of this machine, from 0."""
         return self._strategy.topology.node_rank
 
     @property
@@ -70,7 +68,7 @@ class RankFacts:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of ranks that parameters lie on, of strategies that shard or split models.
+        """The device mesh over which a strategy shards or splits models.
 
         Raises:
             UsageError: The strategy has none, or `fabric.launch()` has not been called.
@@ -115,19 +113,19 @@ class RankFacts:
     def progress(
         self, batches: Iterable[T], desc: str | None = None, *, show: bool | None = None, **settings: Any
     ) -> Progress[T]:
-        """The batches with a progress bar on rank zero; on the others just the batches. No rank waits.
+        """The batches, with a progress bar on rank zero and without one on other ranks. No rank waits.
 
             for batch in (bar := fabric.progress(loader, desc="epoch 0")):
                 ...
                 bar.set_postfix(loss=loss)
 
-        The bar counts batches of this rank. Every loop over the result has a new bar, which ends with the
-        loop; `len` is that of `batches`; an epoch that goes on starts where it was left. A loader's
-        `state_dict` stays with the loader.
+        The bar counts batches of this rank. Each loop over the result has a new bar, which ends with the
+        loop. `len` is that of `batches`. In a resumed epoch the bar starts at the saved position. Call
+        `state_dict` on the loader itself.
 
         Args:
             batches: A loader, set up or not, or any iterable.
-            desc: What stands before the bar.
+            desc: Text before the bar.
             show: Whether rank zero shows it. None: if stderr is a terminal, or in a notebook.
             settings: For tqdm (`leave=False`, `total=`, ...).
 
@@ -141,7 +139,7 @@ class RankFacts:
 
     @property
     def _data_rank(self) -> int:
-        """Which part of the data this rank sees; ranks that split one model see the same part."""
+        """Index of the data shard that this rank reads; ranks that split one model read the same shard."""
         return (self._strategy.distributed_sampler_kwargs or {"rank": self.global_rank})["rank"]
 
     @property
@@ -154,7 +152,7 @@ class RankFacts:
     def _require_launch(self, verb: str) -> None:
         if not self._launched:
             raise UsageError(
-                f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
+                f"fabric.{verb} was used before fabric.launch(): the other ranks have not started yet. "
                 f"Write fabric.launch() right after Fabric(...)."
             )
 

@@ -1,4 +1,6 @@
-"""Request (the user's flags) + Machine (facts) -> Plan. Each rule is a short function and a row of a test."""
+"""Resolve the arguments of `Fabric` (`Request`) on this machine (`Machine`) to a `Plan`. Each rule is one
+function.
+"""
 
 from __future__ import annotations
 
@@ -45,24 +47,24 @@ class Machine:
     """Facts about this machine and process, independent of what the user wrote."""
 
     environment: ClusterEnvironment
-    """Detected: who started this process."""
+    """The detected launcher of this process."""
     flags: dict[str, str] = field(default_factory=dict)
-    """What `fabric run` was given, by argument name."""
+    """Arguments of `fabric run`, by name."""
     interactive: bool = False
-    """Whether this is a notebook or a prompt, where a script cannot be run again."""
+    """Whether this is a notebook or a prompt, so that no script can be run again."""
     reason: str = ""
-    """Why it is this environment."""
+    """Why this environment was chosen."""
     forced: str | None = None
-    """FABRIC_ENVIRONMENT, if that decided."""
+    """FABRIC_ENVIRONMENT, if it chose the environment."""
 
     @classmethod
-    def look(cls) -> Machine:
-        """The machine as it is now."""
-        found = find_environment()  # first: a child of a rank forgets the flags of that rank
-        given = {name: os.environ.get(f"FABRIC_{name.upper()}") for name in _FLAGS}
+    def detect(cls) -> Machine:
+        """Return the facts of this machine and process."""
+        found = find_environment()  # first: in a child process of a rank it removes the rank's variables
+        variables = {name: os.environ.get(f"FABRIC_{name.upper()}") for name in _FLAGS}
         return cls(
             environment=found.environment,
-            flags={name: value for name, value in given.items() if value},
+            flags={name: value for name, value in variables.items() if value},
             interactive=hasattr(sys, "ps1"),
             reason=found.reason,
             forced=found.forced,
@@ -70,31 +72,35 @@ class Machine:
 
 
 def resolve(request: Request, machine: Machine) -> Plan:
-    """Decide everything, or raise one error that names what contradicts what, and both ways out.
+    """Return the plan, or raise an error that names both of two contradicting settings.
 
     Raises:
-        ConfigurationError: Unknown names, contradictions, or what this machine does not have.
+        ConfigurationError: Unknown names, contradictions, or devices that this machine does not have.
         ArgumentTypeError: An argument of the wrong kind.
     """
     request = lower_names(merge_flags(request, machine.flags))
     plugins = sort_plugins(request.plugins)
-    named = name_strategy(request.strategy)
-    environment = choose_environment(plugins[ClusterEnvironment], named, machine)
-    accelerator = choose_accelerator(request.accelerator, named, environment.remote_ranks)
-    nodes = choose_nodes(request, environment, named.traits)
-    devices = choose_devices(request, accelerator, environment, named)
-    check_started(environment, named, devices, nodes)
-    strategy = decided(named, len(devices) * nodes, environment, machine)
+    requested = requested_strategy(request.strategy)
+    environment = choose_environment(plugins[ClusterEnvironment], requested, machine)
+    accelerator = choose_accelerator(request.accelerator, requested, environment.remote_ranks)
+    nodes = choose_nodes(request, environment, requested.traits)
+    devices = choose_devices(request, accelerator, environment, requested)
+    check_started_processes(environment, requested, devices, nodes)
+    strategy = choose_strategy(requested, len(devices) * nodes, environment, machine)
     check_accelerator(strategy, accelerator, devices[0].type, request)
     check_size(strategy, devices, nodes, request)
     check_interactive(strategy, environment, machine, devices, request)
     precision = choose_precision(request.precision, plugins[Precision], strategy, devices[0].type)
-    io = only("checkpoint IO", _places(plugins[CheckpointIO], strategy, "checkpoint_io"))[1]
+    io = at_most_one("checkpoint IO", _sources(plugins[CheckpointIO], strategy, "checkpoint_io"))[1]
     return Plan(strategy, accelerator, devices, nodes, precision, environment, io, plugins[Part])
 
 
-def only(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
-    """Return the source and the value of the one that is not None; ("", None) if all are None."""
+def at_most_one(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
+    """Return the source and value of the one that is not None; ("", None) if all are None.
+
+    Raises:
+        ConfigurationError: Several are not None.
+    """
     given = [(name, value) for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigurationError(
@@ -104,15 +110,19 @@ def only(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
 
 
 def merge_flags(request: Request, flags: dict[str, str]) -> Request:
-    """The request with what `fabric run` was given; an argument in code that says otherwise is an error."""
+    """Return the request with the arguments of `fabric run`.
+
+    Raises:
+        ConfigurationError: An argument of `Fabric` contradicts one of `fabric run`.
+    """
     defaults = Request()
     for name, value in flags.items():
-        written = getattr(request, name)
-        if value == "auto" or str(written).lower() == value.lower():
+        in_code = getattr(request, name)
+        if value == "auto" or str(in_code).lower() == value.lower():
             continue
-        if written != getattr(defaults, name):
+        if in_code != getattr(defaults, name):
             raise ConfigurationError(
-                f"Fabric({name}={written!r}) contradicts {name}={value!r} from `fabric run` "
+                f"Fabric({name}={in_code!r}) contradicts {name}={value!r} from `fabric run` "
                 f"(FABRIC_{name.upper()}). Remove {name}= from the code, or leave --{name.replace('_', '-')} "
                 "out."
             )
@@ -122,20 +132,20 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
 
 
 def lower_names(request: Request) -> Request:
-    """The request with "DDP" and "CPU" as "ddp" and "cpu", unless somebody registered them so."""
+    """Return the request with names in lower case ("DDP" as "ddp"), except registered ones."""
     registries = {"strategy": STRATEGY_REGISTRY, "accelerator": ACCELERATOR_REGISTRY}
-    written = {name: getattr(request, name) for name in registries}
+    in_code = {name: getattr(request, name) for name in registries}
     lowered: dict[str, Any] = {
         name: value.lower()
-        for name, value in written.items()
+        for name, value in in_code.items()
         if isinstance(value, str) and not value.islower() and value not in registries[name]
     }
     return replace(request, **lowered)
 
 
 def sort_plugins(plugins: Any) -> dict[type, Any]:
-    """Precision, environment and checkpoint IO from `plugins=`, each at most once, by their base; and other
-    parts, in a list.
+    """Return Precision, ClusterEnvironment and CheckpointIO of `plugins=` by base class (or None); and other
+    parts in a list.
     """
     found: dict[Any, list[Any]] = {Precision: [], ClusterEnvironment: [], CheckpointIO: [], Part: []}
     listed = [] if plugins is None else plugins if isinstance(plugins, list | tuple) else [plugins]
@@ -147,17 +157,17 @@ def sort_plugins(plugins: Any) -> dict[type, Any]:
         if found[kind] and kind is not Part:
             raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
         found[kind].append(plugin)
-    return {kind: given if kind is Part else next(iter(given), None) for kind, given in found.items()}
+    return {kind: objects if kind is Part else next(iter(objects), None) for kind, objects in found.items()}
 
 
-class Undecided(Strategy):
-    """strategy="auto", until it is known how many devices there are."""
+class AutoStrategy(Strategy):
+    """Placeholder for strategy="auto", until the number of devices is resolved."""
 
     traits = Traits(needs_launch=True)
 
 
-def name_strategy(choice: Any) -> Strategy:
-    """The strategy that was passed or that the name means."""
+def requested_strategy(choice: Any) -> Strategy:
+    """Return `choice`, or a strategy for a name."""
     if isinstance(choice, Strategy):
         return choice
     if not isinstance(choice, str):
@@ -165,7 +175,7 @@ def name_strategy(choice: Any) -> Strategy:
             f"strategy={choice!r} must be a name or a Strategy object, but is a {type(choice).__name__}. "
             f'Write strategy="ddp", or an object such as DDPStrategy().'
         )
-    made = Undecided() if choice == "auto" else STRATEGY_REGISTRY.get(choice)
+    made = AutoStrategy() if choice == "auto" else STRATEGY_REGISTRY.get(choice)
     if not isinstance(made, Strategy):
         raise ArgumentTypeError(
             f"strategy={choice!r} is registered, but its factory made {made!r}. Register a Strategy "
@@ -177,62 +187,76 @@ def name_strategy(choice: Any) -> Strategy:
 def choose_environment(
     plugin: ClusterEnvironment | None, strategy: Strategy, machine: Machine
 ) -> ClusterEnvironment:
-    """The environment that was passed, once, or the detected one; logs which and why."""
-    source, given = only("cluster environment", _places(plugin, strategy, "cluster_environment"))
-    if given is None:
-        source, given = machine.reason, machine.environment
-    elif machine.forced and not isinstance(given, type(machine.environment)):
-        only("cluster environment", {source: given, f"FABRIC_ENVIRONMENT={machine.forced}": machine})
-    _log.debug("The cluster environment is %s: %s.", type(given).__name__, source)
-    return given  # type: ignore[no-any-return]
+    """Return the environment that was passed, or the detected one; log it with the reason."""
+    source, environment = at_most_one(
+        "cluster environment", _sources(plugin, strategy, "cluster_environment")
+    )
+    if environment is None:
+        source, environment = machine.reason, machine.environment
+    elif machine.forced and not isinstance(environment, type(machine.environment)):
+        forced = f"FABRIC_ENVIRONMENT={machine.forced}"
+        at_most_one("cluster environment", {source: environment, forced: machine})
+    _log.debug("The cluster environment is %s: %s.", type(environment).__name__, source)
+    return environment  # type: ignore[no-any-return]
 
 
 def choose_accelerator(choice: Any, strategy: Strategy, elsewhere: bool) -> Accelerator:
-    """The accelerator that was passed, once, or that the name means here; "auto" heeds the strategy."""
+    """Return the accelerator that was passed, or one for the name; "auto" fits the strategy.
+
+    `elsewhere`: whether ranks run on machines that this process does not see.
+    """
     automatic = isinstance(choice, str) and choice == "auto"
-    places = _places(None, strategy, "accelerator")
-    given = only("accelerator", {f"accelerator={choice!r}": None if automatic else choice, **places})[1]
+    sources = _sources(None, strategy, "accelerator")
+    given = at_most_one("accelerator", {f"accelerator={choice!r}": None if automatic else choice, **sources})[
+        1
+    ]
     if given is not None:
         return select_accelerator(given, not elsewhere)
-    own, allowed = strategy.parallel_devices, strategy.traits.accelerators
-    chosen = select_accelerator(own[0].type if own else "auto", not elsewhere)
+    devices, allowed = strategy.parallel_devices, strategy.traits.accelerators
+    chosen = select_accelerator(devices[0].type if devices else "auto", not elsewhere)
     return select_accelerator("cpu") if "cpu" in allowed and chosen.name() not in allowed else chosen
 
 
 def choose_nodes(request: Request, environment: ClusterEnvironment, traits: Traits) -> int:
-    """The number of machines; devices="auto" follows who started the processes in this too, and so do as many
-    devices as were started per machine, and a strategy whose processes are machines.
+    """Return the number of machines: num_nodes=, or as many as the external launcher has.
+
+    The launcher decides if devices="auto", if `devices=` equals its processes per machine, and for strategies
+    with one process per machine.
     """
     nodes = request.num_nodes
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
     if not (environment.creates_processes_externally and traits.needs_launch):
         return nodes
-    # `devices=` says how many per machine: where that is what was started, num_nodes=1 is but the default.
-    alike = str(request.devices) == str(environment.local_world_size()) and nodes == 1
-    follows = _is_auto(request.devices) or traits.one_process_per_node or alike
-    return max(nodes, environment.num_nodes() or 1) if follows else nodes
+    # devices= counts per machine. If it equals the launcher's processes, num_nodes=1 is only the default.
+    same_count = str(request.devices) == str(environment.local_world_size()) and nodes == 1
+    launcher_decides = _is_auto(request.devices) or traits.one_process_per_node or same_count
+    return max(nodes, environment.num_nodes() or 1) if launcher_decides else nodes
 
 
 def choose_devices(
     request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy
 ) -> list[torch.device]:
-    """The devices of this machine's processes: the strategy's own, or what `devices=` means here."""
+    """Return the devices of this machine's processes: those of the strategy, or of `devices=`."""
     if environment.remote_ranks:
-        return [first_device(accelerator)] * count_elsewhere(request.devices, environment)
-    wanted, own = request.devices, strategy.parallel_devices
-    if not own:
-        auto = _is_auto(wanted)
-        return select_devices(accelerator, automatic_devices(environment, strategy) if auto else wanted)
-    asked = own if _is_auto(wanted) else select_devices(accelerator, wanted)
-    if len(asked) != len(own) or not (isinstance(wanted, int) or asked == own):
-        both = (f"devices={wanted!r}", f"{type(strategy).__name__} with {', '.join(map(str, own))}")
-        only("choice of devices", dict.fromkeys(both, wanted))
-    return own
+        return [first_device(accelerator)] * count_remote_devices(request.devices, environment)
+    requested, of_strategy = request.devices, strategy.parallel_devices
+    if not of_strategy:
+        auto = _is_auto(requested)
+        return select_devices(accelerator, automatic_devices(environment, strategy) if auto else requested)
+    selected = of_strategy if _is_auto(requested) else select_devices(accelerator, requested)
+    equal = isinstance(requested, int) or selected == of_strategy
+    if len(selected) != len(of_strategy) or not equal:
+        both = (
+            f"devices={requested!r}",
+            f"{type(strategy).__name__} with {', '.join(map(str, of_strategy))}",
+        )
+        at_most_one("choice of devices", dict.fromkeys(both, requested))
+    return of_strategy
 
 
 def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> int | str:
-    """Resolve devices="auto": as many as were started here, one for a single process, else all."""
+    """Resolve devices="auto": as many as were started on this machine, 1 for one process, else all."""
     if strategy.traits.one_process_per_node:
         return "auto"
     if not strategy.traits.needs_launch:
@@ -241,35 +265,41 @@ def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> in
     return started or "auto"
 
 
-def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
-    """Return the number of devices asked for, on machines that this process does not see."""
+def count_remote_devices(devices: Any, environment: ClusterEnvironment) -> int:
+    """Return the number of devices that `devices=` requests on machines that this process does not see.
+
+    Raises:
+        ConfigurationError: Not a number of devices.
+    """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ConfigurationError(
-            f"devices={devices!r} under {type(environment).__name__}, whose ranks run elsewhere: write how "
-            "many there are to be, for example devices=2."
+            f"devices={devices!r} under {type(environment).__name__}: its ranks run on machines that this "
+            "process does not see. Write the number of ranks, for example devices=2."
         )
     return devices
 
 
-def check_started(
+def check_started_processes(
     environment: ClusterEnvironment, strategy: Strategy, devices: list[torch.device], nodes: int
 ) -> None:
-    """Raise if the processes that exist are not those that were asked for."""
+    """Raise if an external launcher started other processes than were requested."""
     started = environment.local_world_size() if environment.creates_processes_externally else None
     if strategy.traits.one_process_per_node and (started or 1) > 1:
         raise ConfigurationError(
-            f"{type(strategy).__name__} runs one process per machine, which holds all of its devices, but "
+            f"{type(strategy).__name__} runs one process per machine, which uses all of its devices, but "
             f"{started} were started on this machine. Start one (torchrun --nnodes N --nproc-per-node 1), or "
-            'write strategy="ddp" for a process per device.'
+            'write strategy="ddp" for one process per device.'
         )
     if strategy.traits.needs_launch:
         environment.validate_settings(strategy.traits.processes(len(devices)), nodes)
 
 
-def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
-    """Return the named strategy; for "auto" one device for one process, else DDP as it can start here."""
-    if not isinstance(named, Undecided):
-        return named
+def choose_strategy(
+    requested: Strategy, world_size: int, environment: ClusterEnvironment, machine: Machine
+) -> Strategy:
+    """Return the requested strategy; for "auto" a single device for one process, else a DDP strategy."""
+    if not isinstance(requested, AutoStrategy):
+        return requested
     started = environment.creates_processes_externally
     forked = machine.interactive and not started and not environment.remote_ranks
     several = "ddp_notebook" if forked else "ddp"
@@ -279,9 +309,9 @@ def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, m
 
 
 def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, device_type: str) -> Precision:
-    """The precision that was passed, once, or the one that the name means on this device."""
-    places = {f"precision={value!r}": value, **_places(plugin, strategy, "precision")}
-    source, given = only("precision", places)
+    """Return the precision that was passed, or one for the name on this device."""
+    sources = {f"precision={value!r}": value, **_sources(plugin, strategy, "precision")}
+    source, given = at_most_one("precision", sources)
     precision = (
         given if isinstance(given, Precision) else make_precision(given if source else 32, device_type)
     )
@@ -294,8 +324,8 @@ def _check_precision(precision: Precision, strategy: Strategy) -> None:
     allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
     if precision.replaces_parameters and strategy.traits.splits_parameters:
         raise ConfigurationError(
-            f"{type(strategy).__name__} splits parameters over ranks, which those that "
-            f'{type(precision).__name__} makes cannot be. Write strategy="ddp" or "zero1".'
+            f"{type(strategy).__name__} shards parameters over ranks, but the parameters of "
+            f'{type(precision).__name__} cannot be sharded. Write strategy="ddp" or "zero1".'
         )
     if allowed and precision.precision not in allowed:
         raise ConfigurationError(
@@ -313,17 +343,17 @@ def check_accelerator(
         raise ConfigurationError(
             f"strategy={_name(request.strategy)} runs on {', '.join(allowed)} only, but "
             f"accelerator={_name(request.accelerator)} is {accelerator.name()} here. Write another strategy "
-            '("ddp" runs on every device), or run where there is one.'
+            '("ddp" runs on every device), or run on a machine that has one.'
         )
 
 
 def check_size(strategy: Strategy, devices: list[torch.device], num_nodes: int, request: Request) -> None:
-    """Raise if one process was asked to hold several devices."""
-    traits, asked = strategy.traits, len(devices) * num_nodes
-    if not traits.needs_launch and not traits.data_parallel and asked > 1:
+    """Raise if a strategy of one process and one device gets several devices."""
+    traits, requested = strategy.traits, len(devices) * num_nodes
+    if not traits.needs_launch and not traits.data_parallel and requested > 1:
         raise ConfigurationError(
             f"strategy={_name(request.strategy)} runs one process on one device, but "
-            f"devices={request.devices!r} and num_nodes={num_nodes} ask for {asked}. Write devices=1, or "
+            f"devices={request.devices!r} and num_nodes={num_nodes} ask for {requested}. Write devices=1, or "
             'strategy="ddp".'
         )
 
@@ -335,7 +365,7 @@ def check_interactive(
     devices: list[torch.device],
     request: Request,
 ) -> None:
-    """Raise if processes would have to be started by running a notebook again."""
+    """Raise if the launcher would have to run a script again in a notebook or at a prompt."""
     started = environment.creates_processes_externally or environment.remote_ranks
     started = started or strategy.traits.processes(len(devices)) == 1
     if machine.interactive and getattr(strategy, "start_method", None) == "popen" and not started:
@@ -351,8 +381,8 @@ def _is_auto(devices: Any) -> bool:
     return isinstance(devices, str) and devices.strip() == "auto"
 
 
-def _places(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
-    """Return the places where a part may be given besides its own argument, with the values given there."""
+def _sources(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
+    """Return what `plugins=` and the strategy's constructor have for argument `name`, by source."""
     of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.given[name]
     return {
         f"plugins={type(plugin).__name__}": plugin,

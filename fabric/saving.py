@@ -1,4 +1,4 @@
-"""`CheckpointVerbs`: saving, loading, and going on where a run was stopped."""
+"""`CheckpointVerbs`: save and load checkpoints, and resume runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointVerbs(RankFacts):
-    """save, load, load_raw, save_latest, load_latest. All ranks make each of these calls."""
+    """save, load, load_raw, save_latest, load_latest. All ranks must make each call."""
 
     def save(
         self,
@@ -32,44 +32,45 @@ class CheckpointVerbs(RankFacts):
         wait: bool = True,
         allow_pickle: bool = False,
     ) -> PendingSave | None:
-        """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks must call
-        this.
+        """Write `state` atomically: to a temporary file next to `path`, flushed, then renamed. All ranks must
+        call this.
 
         Args:
-            path: A file or directory, which is replaced if it is a checkpoint. With a name that ends with
-                ".safetensors" a file for Hugging Face and others, of the package safetensors.
+            path: A file or directory, which is replaced if it is a checkpoint. A name that ends with
+                ".safetensors" writes a safetensors file, for Hugging Face and others.
             state: Models, optimizers, anything with `state_dict`, and plain data, by name. For safetensors:
                 `{"model": model}`, or a dictionary of tensors, and nothing else.
             filter: For a name of `state`: which of its entries to keep, (key, value) -> bool.
-            format: "full", one file by rank zero, which plain `torch.load(path, weights_only=True)` reads.
-                "sharded", a directory into which each rank writes its part, and nothing is gathered, which
-                `torch.distributed.checkpoint.load` reads, and `fabric consolidate` makes one file of. None:
-                as the strategy says (`state_dict_type`): "sharded" for "fsdp", "zero2", "zero3", "hsdp" and
-                ModelParallelStrategy on file systems, without a CheckpointIO of yours; else "full".
-            wait: False: copy the state to host memory and return; the copy is written while the loop goes on.
-                One at a time: the next save or load waits for it.
+            format: "full": one file by rank zero, which plain `torch.load(path, weights_only=True)` reads.
+                "sharded": a directory to which each rank writes its part without a gather.
+                `torch.distributed.checkpoint.load` reads it, and `fabric consolidate` converts it to one
+                file. None: the strategy's default (`state_dict_type`). That is "sharded" for "fsdp", "zero2",
+                "zero3", "hsdp" and ModelParallelStrategy on file systems, without your own CheckpointIO; else
+                "full".
+            wait: False: copy the state to host memory and return; a thread writes the copy meanwhile. The
+                next save or load waits for it.
             allow_pickle: Whether objects of any class are pickled (a replay buffer, an argparse.Namespace).
                 `fabric.load(..., weights_only=False)` reads such a checkpoint, and can run any code in it.
 
         Returns:
-            With `wait=False` the save under way: `.wait()` on all ranks, `.done()`. Its error is raised by
-            that, by the next save or load, or ends the process with exit code 1.
+            With `wait=False` a handle: `.wait()` on all ranks, `.done()`. An error of the save is raised by
+            `.wait()`, or by the next save or load, or ends the process with exit code 1.
 
         Raises:
-            ArgumentTypeError: A value that loading would not read back; the message names its place.
-            ConfigurationError: Unknown `format`; "sharded" to a URL or with a CheckpointIO of yours; what
-                safetensors cannot hold.
+            ArgumentTypeError: A value that loading could not read; the message names its key.
+            ConfigurationError: Unknown `format`; "sharded" to a URL or with your own CheckpointIO; a value
+                that safetensors cannot hold.
             KeyError: `filter` names something that is not in `state`.
-            OSError: It cannot be written (a RankError that says so on ranks that could).
+            OSError: It cannot be written (a RankError on ranks whose own write succeeded).
         """
         self._require_launch("save()")
         check_state(path, state, True, "fabric.save")
-        given: dict[str, Any] = {} if format is None else {"format": format}
+        options: dict[str, Any] = {} if format is None else {"format": format}
         if not wait:
-            given["wait"] = False
+            options["wait"] = False
         if allow_pickle:
-            given["allow_pickle"] = True
-        return self._strategy.save_checkpoint(path, state, filter=filter, **given)
+            options["allow_pickle"] = True
+        return self._strategy.save_checkpoint(path, state, filter=filter, **options)
 
     def load(
         self,
@@ -83,9 +84,9 @@ class CheckpointVerbs(RankFacts):
         must call this.
 
         Args:
-            path: The file, or the directory, which is checked first; also one that torch alone has written, a
-                safetensors file, and a directory of Hugging Face with such files. These two have one model,
-                for `{"model": model}`, of which each rank reads its part only.
+            path: The file or directory, whose integrity is checked first. Also a file that plain torch wrote,
+                a safetensors file, and a directory of Hugging Face with such files. The last two hold one
+                model, for `{"model": model}`, of which each rank reads its part only.
             state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
                 returned.
             strict: Whether it must hold every name of `state`, every key of its models, and the parameters of
@@ -93,11 +94,11 @@ class CheckpointVerbs(RankFacts):
             weights_only: False trusts it and unpickles arbitrary objects.
 
         Returns:
-            What it holds beyond `state`.
+            Entries of the checkpoint that are not in `state`.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedCheckpointError: A file of it is missing, not what was written, or no checkpoint.
+            FileNotFoundError: There is no such file or directory.
+            DamagedCheckpointError: A file of it is missing, was changed, or is not a checkpoint.
             KeyError: With `strict`, it lacks a name of `state`.
             UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
         """
@@ -113,7 +114,7 @@ class CheckpointVerbs(RankFacts):
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Read a bare state dict (`torch.save(model.state_dict(), path)`, a safetensors file, a directory of
+        """Load a bare state dict (`torch.save(model.state_dict(), path)`, a safetensors file, a directory of
         Hugging Face) into a model or optimizer. All ranks must call this.
 
         Args:
@@ -123,15 +124,16 @@ class CheckpointVerbs(RankFacts):
             weights_only: As for `load`.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: There is no such file or directory.
             DamagedCheckpointError: As for `load`.
             ArgumentTypeError: `obj` has no state to load.
-            UsageError: It is the state of something else.
+            UsageError: The state does not fit `obj`.
         """
         self._require_launch("load_raw()")
         if isinstance(obj, dict):
             raise ArgumentTypeError(
-                "load_raw(path, obj) takes one model or optimizer. Use fabric.load for dictionaries."
+                "load_raw(path, obj) takes one model or optimizer, but got a dict. Write fabric.load(path, "
+                "state)."
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
@@ -141,20 +143,20 @@ class CheckpointVerbs(RankFacts):
         """Save as the checkpoint of `step` in a directory, and remove all but the newest `keep`. All ranks
         must call this.
 
-        The oldest ones go when the new one is complete. One run writes into a directory.
+        Old checkpoints are removed after the new one is complete. Each run needs its own directory.
 
         Args:
-            directory: Made if it is not there; a path or a URL.
+            directory: A path or a URL; created if missing.
             state: As for `save`.
-            step: By which checkpoints are ordered, 0 or more; one of the same step is replaced.
-            keep: How many stay, at least 1.
-            wait: As for `save`; the next `save_latest` tells of an error.
+            step: Orders the checkpoints, 0 or more; one of the same step is replaced.
+            keep: Number of checkpoints that remain, at least 1.
+            wait: As for `save`; the next `save_latest` raises an error of this save.
 
         Returns:
-            Where the checkpoint is, or will be: DIRECTORY/step-00000042.pt; a directory has no ".pt".
+            The path of the checkpoint: DIRECTORY/step-00000042.pt; a sharded one has no ".pt".
 
         Raises:
-            ConfigurationError: `step` or `keep` is no such number.
+            ConfigurationError: `step` or `keep` is out of its range.
             OSError: As for `save`.
         """
         self._require_launch("save_latest()")
@@ -164,19 +166,19 @@ class CheckpointVerbs(RankFacts):
     def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
         """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks must call this.
 
-        One that is damaged is named in a warning, and the one before it is loaded.
+        A warning names each damaged checkpoint, and the one before it is loaded.
 
         Args:
-            directory: Where they are; it need not exist.
+            directory: The directory of `save_latest`; it need not exist.
             state: As for `load`.
             strict: As for `load`.
 
         Returns:
-            The step of the checkpoint; None: there is none, and `state` is as it was.
+            The step of the checkpoint; None: there is none, and `state` is unchanged.
 
         Raises:
             UsageError: There are checkpoints, and none of them can be read.
-            NotADirectoryError: `directory` is a file (a RankError that says so on ranks above zero).
+            NotADirectoryError: `directory` is a file (a RankError on ranks above zero).
         """
         self._require_launch("load_latest()")
         step: int | None = use_slice("latest").load_latest(self._strategy, directory, state, strict)

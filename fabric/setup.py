@@ -1,6 +1,4 @@
-"""`SetupVerbs`: models, optimizers and loaders made ready for ranks and devices. All ranks call every verb
-here.
-"""
+"""`SetupVerbs`: set up models, optimizers and loaders. All ranks must call every verb of this class."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
     check_forward_module,
-    check_given,
     check_module,
+    check_not_set_up,
     check_optimizers,
     check_owned,
     explains_arguments,
@@ -48,7 +46,7 @@ S = TypeVar("S")
 Rest = TypeVarTuple("Rest")
 
 
-class Sharing(TypedDict, total=False):
+class LoaderOptions(TypedDict, total=False):
     """Keyword arguments for sharding loaders, for type checkers."""
 
     use_distributed_sampler: bool
@@ -61,10 +59,10 @@ class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
     _models = 0
-    """How many models were set up."""
+    """Number of models that were set up."""
     _step_check: StepCheck | None = None
-    _looked = False
-    """Whether the first backward has asked for one."""
+    _backward_checked = False
+    """Whether a backward has checked for models and loaders that were not set up."""
 
     @overload
     def setup(
@@ -116,27 +114,26 @@ class SetupVerbs(RankFacts):
         _reapply_compile: bool = True,
         rank_local: Collection[str] = (),
     ) -> Any:
-        """Make a model and its optimizers ready. All ranks must call this.
+        """Set up a model and its optimizers: device, precision, gradients. All ranks must call this.
 
         Args:
             module: Your model, compiled or not; changed in place (device, dtype).
             optimizers: Optimizers of this model's parameters.
-            scheduler: Given back as it is; schedulers are never touched.
+            scheduler: Returned unchanged; schedulers need no setup.
             move_to_device: False leaves device placement to you.
             replica_check: False: the ranks may hold different values of this model and these optimizers.
             rank_local: Names of buffers, or patterns (fnmatch) of names, that each rank keeps for itself. All
                 other buffers are compared here, and have rank zero's values after each training backward.
 
         Returns:
-            The model, or (model, *optimizers), or (model, *optimizers, scheduler). To type checkers they are
-            of your own classes. What the model has besides, `mark_forward_method`, they see behind
-            `assert isinstance(model, _FabricModule)`.
+            The model, or (model, *optimizers), or (model, *optimizers, scheduler). For type checkers they
+            have your own classes; `assert isinstance(model, _FabricModule)` adds `mark_forward_method`.
 
         Raises:
             ConfigurationError: Something is set up already, or an optimizer holds parameters of other models;
                 `rank_local` matches no buffer.
             ArgumentTypeError: Not a module, not an optimizer.
-            UsageError: The model has DDP, or FSDP1, inside; its buffers differ between ranks.
+            UsageError: The model contains DDP or FSDP1; its buffers differ between ranks.
         """
         if not self._launched:
             self._require_launch("setup()")
@@ -144,18 +141,18 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module, original = check_module(module, "fabric.setup", self._strategy)
-        if rank_local or RANK_LOCAL in vars(original):  # marks of another setup are dropped
+        if rank_local or RANK_LOCAL in vars(original):  # drops the marks of an earlier setup
             from fabric.strategies.buffers import mark_rank_local
 
             mark_rank_local(original, rank_local)
-        wrapped, stepped, scheduler = self._wrap(
+        wrapped, inner_optimizers, scheduler = self._wrap(
             original, module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
         if added := self._strategy.hooks["added"]:
             names = self._rank_local_names(original)
             for call in added:
-                call(wrapped, stepped, replicated=replica_check, rank_local=names)
-        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
+                call(wrapped, inner_optimizers, replicated=replica_check, rank_local=names)
+        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in inner_optimizers]
         if self._callbacks:
             self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]
@@ -170,8 +167,10 @@ class SetupVerbs(RankFacts):
         replica_check: bool = True,
         rank_local: Collection[str] = (),
     ) -> M:
-        """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
-        `setup`.
+        """Set up a model without optimizers. All ranks must call this. Arguments and errors as for `setup`.
+
+        Returns:
+            The model.
         """
         return self.setup(
             module,
@@ -190,19 +189,19 @@ class SetupVerbs(RankFacts):
     ) -> tuple[O1, O2, Unpack[Rest]]: ...
 
     def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:  # type: ignore[misc]
-        """Make optimizers ready whose models are set up by calls of their own. All ranks must call this.
+        """Set up optimizers whose models are set up by separate calls. All ranks must call this.
 
-        Parameters of no model get rank zero's values, and each backward averages their gradients.
+        Parameters that belong to no model get rank zero's values, and each backward averages their gradients.
 
         Args:
             optimizers: At least one.
             replica_check: As for `setup`.
 
         Returns:
-            The optimizer, or a tuple where several were given.
+            The optimizer, or a tuple of several.
 
         Raises:
-            ConfigurationError: None was given, or one is set up already.
+            ConfigurationError: There is no optimizer, or one is set up already.
             ArgumentTypeError: Not an optimizer.
         """
         self._require_launch("setup_optimizers()")
@@ -210,15 +209,15 @@ class SetupVerbs(RankFacts):
         for optimizer in optimizers:
             self._strategy.layout.remap_parameters(optimizer)
             self._strategy.layout.add_free(parameters_of(optimizer))
-        stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
+        inner_optimizers = [self._strategy.setup_optimizer(o) for o in optimizers]
         for added in self._strategy.hooks["added"]:
-            added(None, stepped, replicated=replica_check, rank_local=())
-        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
+            added(None, inner_optimizers, replicated=replica_check, rank_local=())
+        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in inner_optimizers]
         return views[0] if len(views) == 1 else tuple(views)
 
     @overload
     def setup_dataloaders(
-        self, dataloader: DataLoader[Any], /, **how: Unpack[Sharing]
+        self, dataloader: DataLoader[Any], /, **options: Unpack[LoaderOptions]
     ) -> _FabricDataLoader: ...
 
     @overload
@@ -228,7 +227,7 @@ class SetupVerbs(RankFacts):
         second: DataLoader[Any],
         /,
         *dataloaders: DataLoader[Any],
-        **how: Unpack[Sharing],
+        **options: Unpack[LoaderOptions],
     ) -> list[_FabricDataLoader]: ...
 
     def setup_dataloaders(
@@ -239,70 +238,69 @@ class SetupVerbs(RankFacts):
         uneven: str | None = None,
         shard_iterable: bool | None = None,
     ) -> Any:
-        """Give each rank its part of the data, on its device. All ranks must call this.
+        """Shard loaders over ranks and move their batches to the device. All ranks must call this.
 
-        With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of an order.
-        The order is a function of (seed, epoch, the sampler) alone. Rank r takes every w-th
-        position from the r-th on. The loader counts its epochs, and has `state_dict()` and
-        `load_state_dict()`: its position in that order.
+        With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of the epoch's order.
+        That order is a function of seed, epoch and sampler alone. Rank r takes every w-th position from the
+        r-th on. The loader counts epochs; its `state_dict()` and `load_state_dict()` save and restore the
+        position.
 
         Args:
-            dataloaders: Your loaders; left as they are, shallow copies are made.
+            dataloaders: Your loaders; they are copied shallowly and left unchanged.
             use_distributed_sampler: False leaves the order and the sharding to you.
             move_to_device: False leaves batches where the loader puts them.
             uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None:
                 "exact" for loaders in dataset order (evaluation) and iterable datasets, "pad" for all others.
-                Where you share out the data, ranks that have different numbers of batches stop together under
+                If you shard the data yourself, ranks with different numbers of batches stop together under
                 "drop" and raise under "error".
-            shard_iterable: False: iterable datasets take their part for rank and worker themselves. Unless
-                `uneven` says otherwise, ranks then stop together while gradients are enabled, which takes a
-                message per batch. True: all ranks read the same stream, of which Fabric deals out the
-                samples. None: that is so if the ranks' first samples are the same, by which they compare in
-                the first iteration, so that all ranks must begin it; where all of them are others, the
-                dataset shares itself out (said once), and where some are, it is an error.
+            shard_iterable: False: iterable datasets shard themselves by rank and worker. With `uneven=None`
+                ranks then stop together while gradients are enabled, at one message per batch. True: all
+                ranks read the same stream, and Fabric shards it. None: ranks compare their first samples in
+                the first iteration, which all ranks must begin. Equal samples mean True, disjoint ones False
+                (with one warning); if only some are equal, all ranks raise an error.
 
         Returns:
-            The loader, or a list where several were given.
+            The loader, or a list of several.
 
         Raises:
-            ConfigurationError: No loader, one set up already, or unknown `uneven`; the ranks gave datasets of
-                other lengths, indices or lists of files.
+            ConfigurationError: No loader, one set up already, or unknown `uneven`; the datasets of the ranks
+                differ in length, indices or lists of files.
             ArgumentTypeError: Not a DataLoader.
         """
         self._require_launch("setup_dataloaders()")
-        check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
+        check_not_set_up(dataloaders, DataLoader, "fabric.setup_dataloaders")
         if self._strategy.topology.world_size > 1:
             from fabric.data.fingerprints import check_same_data, fingerprint
 
-            own = [fingerprint(loader) if use_distributed_sampler else None for loader in dataloaders]
+            local = [fingerprint(loader) if use_distributed_sampler else None for loader in dataloaders]
             label = f"setup_dataloaders of {len(dataloaders)} loaders"
-            check_same_data(self._strategy.all_gather_object(own, label=label))
+            check_same_data(self._strategy.all_gather_object(local, label=label))
             warn_of_workers(dataloaders, self._strategy.topology.local_world_size)
-        ready = [
-            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)
+        wrapped = [
+            self._wrap_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)
             for loader in dataloaders
         ]
-        return ready[0] if len(ready) == 1 else ready
+        return wrapped[0] if len(wrapped) == 1 else wrapped
 
     _setup_dataloader = setup_dataloaders
 
     @contextmanager
     def whole(self, model: _FabricModule) -> Iterator[Module | None]:
-        """A plain module with the whole values on rank zero, None on the others. All ranks must call this.
+        """Context with the unsharded module on rank zero, and None on other ranks. All ranks must call this.
 
-        For what one rank does alone: evaluation, `generate`, an export. Under strategies that leave models
-        whole it is your module itself, else a copy on rank zero's device, which must have room for it. Its
-        forward runs without autocast. What is changed in a copy is gone afterwards.
+        For work of one rank: evaluation, `generate`, an export. Strategies that do not shard models yield
+        your module itself. Others yield a copy on rank zero's device, which must have memory for it. Forward
+        runs without autocast. Changes to a copy are lost afterwards.
 
             with fabric.whole(model) as plain:
                 if plain is not None:
                     print(plain.eval()(batch))
 
         Args:
-            model: What `setup` gave.
+            model: The model that `setup` returned.
 
         Raises:
-            UsageError: Not a model that was set up.
+            UsageError: `model` is not set up.
         """
         self._require_launch("whole()")
         check_forward_module(model, "fabric.whole")
@@ -318,31 +316,31 @@ class SetupVerbs(RankFacts):
                 part.training = training
 
     def check_replicas(self, *objects: Any) -> None:
-        """Compare now what all ranks must hold alike. All ranks must call this.
+        """Compare values that must be equal on all ranks, now. All ranks must call this.
 
         Args:
-            objects: Models, optimizers, tensors, and nestings of them; also such that were never set up. None
-                given: all models and optimizers that were set up.
+            objects: Models, optimizers, tensors, and nestings of them; they need no setup. Without any: all
+                models and optimizers that were set up.
 
         Raises:
             ReplicasDivergedError: They differ; on all ranks.
         """
         self._require_launch("check_replicas()")
         if (check := self._strategy.find_part("replica check")) is not None:
-            given = map_tree(unwrap, list(objects)) if objects else None
-            check.compare("check_replicas", buffers=None, only=given)
+            only = map_tree(unwrap, list(objects)) if objects else None
+            check.compare("check_replicas", buffers=None, only=only)
 
     def rng_state(self) -> RngState:
-        """The random streams of all ranks, to be saved: `fabric.save(path, {"rng": fabric.rng_state()})`.
+        """Random states of all ranks, to save: `fabric.save(path, {"rng": fabric.rng_state()})`.
 
-        Loaded into the same entry of `state`, the next draw of python, numpy and torch is the one that would
-        have come. All ranks must make the save and the load. Workers need no entry: what they draw is a
-        function of the batch.
+        After a load into the same entry of `state`, python, numpy and torch continue their random streams.
+        All ranks must make the save and the load. Workers need no entry: their random numbers are a function
+        of the batch.
         """
         self._require_launch("rng_state()")
         exchange = partial(self._strategy.all_gather_object, label="rng_state")
-        here = self._strategy.topology
-        return RngState(here.rank, exchange if here.world_size > 1 else None)
+        topology = self._strategy.topology
+        return RngState(topology.rank, exchange if topology.world_size > 1 else None)
 
     def _rank_local_names(self, module: Module) -> Collection[str]:
         if self._strategy.topology.world_size == 1:
@@ -361,13 +359,13 @@ class SetupVerbs(RankFacts):
         reapply_compile: bool,
     ) -> tuple[_FabricModule, list[Any], Any]:
         for optimizer in optimizers if self._strategy.modules else ():
-            # It may have parameters of a model that was set up before.
+            # The optimizer may hold parameters of a model that was set up earlier.
             self._strategy.layout.remap_parameters(optimizer)
         if optimizers:
             check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
-        if empty and self._strategy.layout.traits.fills_meta:
-            move_to_device = False  # where the values are made
+        if empty and self._strategy.layout.traits.initialises_meta:
+            move_to_device = False  # the layout creates the values on the device
         if move_to_device and empty:
             raise UsageError(
                 f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
@@ -391,18 +389,18 @@ class SetupVerbs(RankFacts):
             if self._strategy.data_rank[1] > 1:
                 warn_of_batch_norm(inner, self.device)
         if optimizers:
-            joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
+            forward_module, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
                 inner, optimizers, scheduler
             )
         else:
-            joined = self._strategy.setup_module(inner)
+            forward_module = self._strategy.setup_module(inner)
         if module is not original and reapply_compile:  # it is compiled
-            joined = recompile(joined, like=module)
+            forward_module = recompile(forward_module, like=module)
         self._strategy.modules[inner] = None
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
-        return kind(joined, self._strategy, inner), optimizers, scheduler
+        return kind(forward_module, self._strategy, inner), optimizers, scheduler
 
-    def _ready_loader(
+    def _wrap_loader(
         self,
         given: DataLoader[Any],
         shard: bool,
@@ -414,20 +412,20 @@ class SetupVerbs(RankFacts):
         from fabric.data.sharding import shard_loader
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
-        seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
-        part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        share = Shard(part["rank"], part["num_replicas"]) if shard else Shard(self._data_rank, 1)
-        here = self._strategy.topology
+        seed = self._strategy.broadcast(seed)  # one order on all ranks, even if their seeds differ
+        replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        share = Shard(replica["rank"], replica["num_replicas"]) if shard else Shard(self._data_rank, 1)
+        topology = self._strategy.topology
         adapter = shard_loader(
-            given, share, seed, uneven, iterable, here.world_size, use_distributed_sampler=shard
+            given, share, seed, uneven, iterable, topology.world_size, use_distributed_sampler=shard
         )
         loader = self._strategy.process_dataloader(adapter.loader)
         rank_group = lockstep = None
-        if here.world_size > 1:
+        if topology.world_size > 1:
             from fabric.data.rank_consistency import RankGroup
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
-            rank_group = RankGroup(here.rank, here.world_size, exchange)
+            rank_group = RankGroup(topology.rank, topology.world_size, exchange)
             lockstep = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,

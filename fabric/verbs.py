@@ -1,8 +1,8 @@
-"""`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks (of the group) must call every
-verb here.
+"""`CollectiveVerbs`: collectives over nestings of tensors. All ranks (of the group) must call every verb of
+this class.
 
-Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`, a table.
-What a strategy may override is in `strategies/exchange.py`, the rest in `plugins/collectives/`.
+If ranks call different verbs, or one verb with different data, all of them raise one `CollectiveMismatch`, a
+table. `strategies/exchange.py` has the methods that a strategy may override; `collectives/` has the rest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from fabric.profile.profile import Profile
 
 
-def together(verb: Verb) -> Verb:
-    """`verb` after launch; run as plain Python also where a compiled function calls it: see `eager`."""
+def collective(verb: Verb) -> Verb:
+    """Wrap `verb`: require `launch`, and run as plain Python inside compiled functions (see `eager`)."""
     plain: Any = None
 
     @functools.wraps(verb)
@@ -49,28 +49,28 @@ def together(verb: Verb) -> Verb:
 
 
 class CollectiveVerbs(RankFacts):
-    """barrier, should_stop, broadcast, gathers, reductions, decisions, logs and profiles."""
+    """barrier, should_stop, broadcast, gathers, reductions, collective decisions, logs and profiles."""
 
     _stopper: Stopper | None
 
-    @together
+    @collective
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here. All ranks must call this, with the same `name`."""
+        """Wait until every rank has called this. All ranks must call this, with the same `name`."""
         self._strategy.barrier(name)
 
-    @together
+    @collective
     def should_stop(self) -> bool:
-        """Whether to save and end now: True on all ranks at the same step. All ranks must call this, once per
-        step.
+        """Whether to save and stop now: True on all ranks at the same step. All ranks must call this, once
+        per step.
 
-        It is once any rank has got SIGTERM, SIGUSR1, SIGHUP (the end of an ssh session, unless it is ignored)
-        or the signal of `SLURMEnvironment(requeue_signal=)`, or once the deadline is near: FABRIC_DEADLINE
-        (seconds since 1970), else SLURM's end of the job, less FABRIC_DEADLINE_MARGIN (120 seconds). The
-        first call takes these signals over; handlers of yours are called, too, and a second signal ends the
-        process at once. One small message.
+        True once any rank received SIGTERM, SIGUSR1, SIGHUP (the end of an ssh session, unless it is ignored)
+        or the signal of `SLURMEnvironment(requeue_signal=)`. Also true once the deadline is near:
+        FABRIC_DEADLINE (seconds since 1970), else SLURM's end of the job, less FABRIC_DEADLINE_MARGIN
+        (120 seconds). The first call installs handlers for these signals, which also call yours; a second
+        signal ends the process at once. Costs one small message.
 
         Raises:
-            ConfigurationError: The deadline cannot be read.
+            ConfigurationError: FABRIC_DEADLINE or FABRIC_DEADLINE_MARGIN is not a number of seconds.
         """
         if self._stopper is None:
             try:
@@ -79,21 +79,21 @@ class CollectiveVerbs(RankFacts):
                 self._strategy.abort_call("should_stop", error)
         return any(self._strategy.all_gather_object(self._stopper.is_requested(), label="should_stop"))
 
-    @together
+    @collective
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """The global rank `src`'s `obj` on every rank; tensors travel as such, all else is pickled. All ranks
-        of `group` must call this.
+        """The global rank `src`'s `obj` on every rank; tensors are sent as such, the rest is pickled. All
+        ranks of `group` must call this.
 
         Raises:
             CollectiveMismatch: Rank `src`'s `obj` does not pickle; on all ranks.
-            ArgumentTypeError: `src` is no int.
-            ConfigurationError: `src` is no rank.
+            ArgumentTypeError: `src` is not an int.
+            ConfigurationError: `src` is not a rank.
         """
         src = self._checked_rank("broadcast", "src", src, group)
-        more = {} if group is None else {"group": group}  # strategies of others do not know it
+        more = {} if group is None else {"group": group}  # third-party strategies may not accept `group`
         return self._strategy.broadcast(obj, src, **more)
 
-    @together
+    @collective
     def all_gather(
         self,
         data: Any,
@@ -103,38 +103,38 @@ class CollectiveVerbs(RankFacts):
         uneven: str = "error",
         async_op: bool = False,
     ) -> Any:
-        """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks of the
+        """Every rank's data, each leaf of shape (world_size, *shape), also on one process. All ranks of the
         group must call this.
 
         Args:
             data: A tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass; structure
-                and dtypes are equal on all ranks. Strings and None in it are equal, too, and stay.
+                and dtypes are equal on all ranks. Strings and None are equal, too, and returned unchanged.
             group: A process group of torch.distributed; None: all ranks.
-            sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
+            sync_grads: Whether gradients flow back, summed over ranks, to the rank that sent each part.
             uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
                 leaf becomes a list of `world_size` tensors; "cat", leaves are concatenated on dim 0, in rank
                 order.
-            async_op: Whether to return a handle while the data travel; `handle.wait()` gives them.
+            async_op: Whether to return a handle at once; `handle.wait()` returns the data.
 
         Raises:
             CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
             ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
-            ArgumentTypeError: A leaf that is neither tensor nor number, nor as said.
+            ArgumentTypeError: A leaf is not a tensor, number, string or None.
         """
         if async_op and (sync_grads or uneven != "error"):
-            text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
+            text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=. Leave async_op out."
             self._strategy.abort_call("all_gather", ConfigurationError(text), group)
         if uneven == "error":
-            more = {"async_op": True} if async_op else {}  # strategies of others do not know it
+            more = {"async_op": True} if async_op else {}  # third-party strategies may not accept `async_op`
             return self._strategy.all_gather(data, group, sync_grads, **more)
         if uneven not in ("list", "cat"):
-            text = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
+            text = f"all_gather(uneven={uneven!r}) is unknown. Write 'error', 'list' or 'cat'."
             self._strategy.abort_call("all_gather", ConfigurationError(text), group)
         from fabric.collectives.grads import all_gather_uneven
 
         return all_gather_uneven(data, uneven, self._strategy.channel(group), sync_grads)
 
-    @together
+    @collective
     def all_reduce(
         self,
         data: Any,
@@ -145,16 +145,16 @@ class CollectiveVerbs(RankFacts):
         sync_grads: bool = False,
         async_op: bool = False,
     ) -> Any:
-        """The data reduced over ranks, the same bits on every rank. All ranks of the group must call this.
+        """The data reduced over ranks, bitwise equal on all. All ranks of the group must call this.
 
         Args:
             data: As for `all_gather`; structure, shapes and dtypes equal on all ranks.
-            group: As for `all_gather`. Where ranks see the same data (pipelines, ContextParallel, tensor
+            group: As for `all_gather`. If ranks see the same data (pipelines, ContextParallel, tensor
                 parallel), `fabric.strategy.data_group` counts each part of the data once.
             reduce_op: "mean", "sum", "min", "max", "product".
             inplace: Whether the tensors of `data` are overwritten (numbers never are).
             sync_grads: Whether gradients flow back to every rank's part; the result is a new tree.
-            async_op: Whether to return a handle while the data travel; `handle.wait()` gives them.
+            async_op: Whether to return a handle at once; `handle.wait()` returns the data.
 
         Raises:
             ArgumentTypeError: The mean of integers, or a leaf that is neither tensor nor number.
@@ -162,17 +162,17 @@ class CollectiveVerbs(RankFacts):
         """
         if sync_grads:
             if async_op:
-                text = "all_reduce takes async_op=True or sync_grads=True, not both."
+                text = "all_reduce takes async_op=True or sync_grads=True, not both. Leave one of them out."
                 self._strategy.abort_call("all_reduce", ConfigurationError(text), group)
             from fabric.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(data, reduce_op, self._strategy.channel(group))
         if not inplace:
             data = _copy_tensors(data)
-        more = {"async_op": True} if async_op else {}  # strategies of others do not know it
+        more = {"async_op": True} if async_op else {}  # third-party strategies may not accept `async_op`
         return self._strategy.all_reduce(data, group, reduce_op, **more)
 
-    @together
+    @collective
     def reduce_scatter(
         self, data: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
     ) -> Any:
@@ -180,7 +180,7 @@ class CollectiveVerbs(RankFacts):
         the group must call this.
 
         Args:
-            data: As for `all_gather`; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            data: As for `all_gather`; every leaf splits along dim 0 into one part per rank. Not modified.
             reduce_op: As for `all_reduce`.
             group: As for `all_gather`.
             sync_grads: Whether gradients flow back to every rank's part.
@@ -194,15 +194,15 @@ class CollectiveVerbs(RankFacts):
         scatter = reduce_scatter_with_grads if sync_grads else use_slice("extra").reduce_scatter_tree
         return scatter(data, reduce_op, self._strategy.channel(group))
 
-    @together
+    @collective
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
-        """Part i of each leaf (along dim 0) to rank i, and part r from rank r; shapes stay. All ranks of the
-        group must call this.
+        """Send part i of each leaf (along dim 0) to rank i; part r of the result is from rank r. All ranks of
+        the group must call this.
 
         Args:
-            data: As for `all_gather`; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            data: As for `all_gather`; every leaf splits along dim 0 into one part per rank. Not modified.
             group: As for `all_gather`.
-            sync_grads: Whether gradients flow back the way the parts came.
+            sync_grads: Whether gradients flow back to the ranks that sent the parts.
 
         Raises:
             ConfigurationError: A first dimension that does not divide by the number of ranks.
@@ -213,15 +213,15 @@ class CollectiveVerbs(RankFacts):
         exchange = all_to_all_with_grads if sync_grads else use_slice("extra").all_to_all_tree
         return exchange(data, self._strategy.channel(group))
 
-    @together
+    @collective
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """Return what `all_gather` gives of `data`, on the global rank `dst` only; None on other ranks.
+        """Return the result of `all_gather(data)` on the global rank `dst`, and None on other ranks.
 
         All ranks of `group` must call this.
 
         Raises:
-            ArgumentTypeError: `dst` is no int; a leaf that is neither tensor nor number.
-            ConfigurationError: `dst` is no rank.
+            ArgumentTypeError: `dst` is not an int; a leaf is neither tensor nor number.
+            ConfigurationError: `dst` is not a rank.
             CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
         """
         dst = self._checked_rank("gather", "dst", dst, group)
@@ -229,32 +229,32 @@ class CollectiveVerbs(RankFacts):
 
         return gather_tree(data, self._strategy.channel(group), dst, verb=f"gather(dst={dst})")
 
-    @together
+    @collective
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part of the global rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks
         of `group` must call this.
 
-        What the other ranks pass is ignored.
+        The `data` of other ranks is ignored.
 
         Raises:
             CollectiveMismatch: A leaf of rank `src` is neither tensor nor number, or does not divide by the
                 number of ranks; on all ranks.
-            ArgumentTypeError: `src` is no int.
-            ConfigurationError: `src` is no rank.
+            ArgumentTypeError: `src` is not an int.
+            ConfigurationError: `src` is not a rank.
         """
         src = self._checked_rank("scatter", "src", src, group)
         return use_slice("extra").scatter_tree(data, src, self._strategy.channel(group))
 
-    @together
+    @collective
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
-        """Every rank's `obj`, pickled on its way, in rank order. All ranks of `group` must call this.
+        """Every rank's `obj`, sent as a pickle, in rank order. All ranks of `group` must call this.
 
         Raises:
             ArgumentTypeError: `obj` does not pickle.
         """
         return self._strategy.all_gather_object(obj, group)
 
-    @together
+    @collective
     def any(self, flag: Any) -> bool:
         """Whether `flag` is true on any rank. All ranks must call this.
 
@@ -263,7 +263,7 @@ class CollectiveVerbs(RankFacts):
         """
         return self._strategy.reduce_boolean_decision(self._checked_flag("any", flag), all=False)
 
-    @together
+    @collective
     def all(self, flag: Any) -> bool:
         """Whether `flag` is true on all ranks. All ranks must call this.
 
@@ -272,32 +272,32 @@ class CollectiveVerbs(RankFacts):
         """
         return self._strategy.reduce_boolean_decision(self._checked_flag("all", flag), all=True)
 
-    @together
+    @collective
     def agree(self, value: Any) -> Any:
-        """`value`, which all ranks must hold alike. All ranks must call this.
+        """`value`, after a check that it is equal on all ranks. All ranks must call this.
 
         Raises:
-            CollectiveMismatch: They do not; the message is a table of values and lines. Raised on all ranks.
+            CollectiveMismatch: The values differ; on all ranks. The message is a table of values and lines.
         """
         from fabric.collectives.agreement import agreed
 
         return agreed(value, self._strategy.channel())
 
-    @together
+    @collective
     def compute_metrics(self, metrics: Any) -> Any:
-        """The values that one process would compute which saw the data of all ranks. All ranks must call
-        this.
+        """Values of metrics over the data of all ranks, as one process would compute them. All ranks must
+        call this.
 
-        Where ranks see the same data (a pipeline's, or those that share sequences), the last of them that
-        updated a metric stands for all.
+        If ranks see the same data (ranks of one pipeline, or ranks that share sequences), the last of them
+        that updated a metric contributes its state.
 
         Args:
             metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any
-                nesting of them, alike on all ranks. They keep the states of this rank; one that was never
-                updated here contributes nothing.
+                nesting of them, equal on all ranks. Each keeps the states of this rank; one without updates
+                on this rank contributes nothing.
 
         Raises:
-            ArgumentTypeError: A leaf that is no metric.
+            ArgumentTypeError: A leaf is not a metric.
             CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
@@ -312,10 +312,9 @@ class CollectiveVerbs(RankFacts):
         sync_dist: bool = False,
         reduce_fx: str = "mean",
     ) -> Any:
-        """One value by its name to every logger; gives what was logged. Arguments and errors as for
-        `log_dict`.
+        """Log one value to every logger, and return it as logged. Arguments and errors as for `log_dict`.
 
-        With `sync_dist`, and where the value is a metric, all ranks must call this.
+        With `sync_dist`, or if the value is a metric, all ranks must call this.
         """
         return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
@@ -327,24 +326,25 @@ class CollectiveVerbs(RankFacts):
         sync_dist: bool = False,
         reduce_fx: str = "mean",
     ) -> dict[str, Any]:
-        """Values by name to every logger; one-element tensors become numbers. Gives what was logged.
+        """Log values by name to every logger, and return them as logged.
 
         A metric of torchmetrics is logged by its value over all ranks. With one, or with `sync_dist`, all
-        ranks must call this. Where ranks see the same data (a pipeline's, or those that share sequences),
-        `sync_dist` counts one value of them: the last stage's, if others have None; "min" and "max", all.
+        ranks must call this. If ranks see the same data (ranks of one pipeline, or ranks that share
+        sequences), `sync_dist` counts one value of them: the last stage's, if the others have None; for "min"
+        and "max" all of them.
 
         Args:
             metrics: Numbers, one-element tensors and metrics by name.
-            step: Of the training; None: the logger counts.
+            step: The training step; None: the logger counts.
             sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
             reduce_fx: "mean", "sum", "min", "max" or "product".
 
         Returns:
-            The numbers by name. With `sync_dist`, and of metrics, they are the same on all ranks, so that all
-            decide alike by them (to stop early, which checkpoint is best); others are this rank's own.
+            The numbers by name. With `sync_dist`, and for metrics, they are equal on all ranks, so that
+            decisions by them are, too (early stopping, the best checkpoint). Others are this rank's values.
 
         Raises:
-            ArgumentTypeError: A name is no str.
+            ArgumentTypeError: A name is not a str.
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
             ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
         """
@@ -376,8 +376,8 @@ class CollectiveVerbs(RankFacts):
         active: int = 3,
         **settings: Any,
     ) -> AbstractContextManager[Profile]:
-        """Context that writes `folder/rank_N.json`, a trace of some steps for Perfetto, and prints where they
-        went. All ranks must call this, with the same numbers.
+        """Context that writes `folder/rank_N.json`, a trace of some steps for Perfetto, and prints the time
+        of each phase. All ranks must call this, with the same numbers.
 
             with fabric.profile("trace") as prof:
                 for batch in loader:
@@ -385,20 +385,20 @@ class CollectiveVerbs(RankFacts):
                     prof.step()
 
         At the end rank zero prints milliseconds per step of data, forward, backward, communication and step,
-        the mean over ranks and the slowest rank. They are the host's: on a device forward and backward end
-        when all is queued, and the trace has rows for what the device did. Phases overlap.
+        the mean over ranks and the slowest rank. These are host times: on a device forward and backward end
+        when their kernels are queued, and the trace has rows for the device. Phases overlap.
 
         Args:
-            folder: Made where it is missing; traces in it are replaced.
-            ranks: Which record; None: all.
-            wait: Steps that are skipped first.
-            warmup: Steps after these, under the profiler, whose times would be too long.
-            active: Steps that are recorded then.
+            folder: Created if missing; traces in it are replaced.
+            ranks: Ranks that record; None: all.
+            wait: Number of steps that are skipped first.
+            warmup: Number of steps after these that run under the profiler, unrecorded: it slows them down.
+            active: Number of steps that are recorded then.
             settings: For `torch.profiler.profile` (`with_stack=True`, `profile_memory=True`, ...).
 
         Raises:
-            ConfigurationError: Steps or ranks that cannot be; on all ranks.
-            CollectiveMismatch: A rank did not enter, or with other numbers; on all ranks.
+            ConfigurationError: Impossible numbers of steps, or unknown ranks; on all ranks.
+            CollectiveMismatch: A rank did not enter, or entered with other numbers; on all ranks.
         """
         self._require_launch("profile()")
         profiled = use_slice("profile").profiled
@@ -408,10 +408,10 @@ class CollectiveVerbs(RankFacts):
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """The block on rank zero first (a download), then on the others. All ranks must call this.
+        """Run the block on rank zero first (a download), then on the others. All ranks must call this.
 
-        All ranks come together before rank zero enters. If it raises in the block (of any machine), all ranks
-        raise, and those that come later do not enter it. It may take longer than collectives wait for a rank.
+        A barrier precedes the block. If rank zero (of any machine) raises in the block, all ranks raise, and
+        the others do not enter it. The block may take longer than the timeout of collectives.
 
         Args:
             local: Rank zero of each machine first, instead of rank zero of the job.
@@ -428,7 +428,7 @@ class CollectiveVerbs(RankFacts):
     def _checked_flag(self, verb: str, flag: Any) -> bool:
         try:
             return bool(flag)
-        except (RuntimeError, ValueError, TypeError) as error:  # a tensor or an array of several elements
+        except (RuntimeError, ValueError, TypeError) as error:  # raised by tensors of several elements
             text = (
                 f"fabric.{verb} takes one truth value, but got a {type(flag).__name__} that has none "
                 f"({error}). Write fabric.{verb}(flag.{verb}())."
@@ -438,7 +438,9 @@ class CollectiveVerbs(RankFacts):
     def _checked_rank(self, verb: str, name: str, rank: Any, group: Any) -> int:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
-            error = kind(f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}.")
+            error = kind(
+                f"{verb}({name}={rank!r}) is no rank. Write a global rank, from 0 to {self.world_size - 1}."
+            )
             self._strategy.abort_call(verb, error, group)
         return self._strategy.root(rank, group)
 

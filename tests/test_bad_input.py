@@ -292,7 +292,7 @@ def test_verbs_of_all_ranks_wait_for_launch(early, verb):
     with pytest.raises(UsageError) as caught:
         BEFORE_LAUNCH[verb](early)
     assert str(caught.value) == (
-        f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
+        f"fabric.{verb} was used before fabric.launch(): the other ranks have not started yet. "
         f"Write fabric.launch() right after Fabric(...)."
     )
 
@@ -408,7 +408,7 @@ SETUP = {
     lambda f: f.no_backward_sync(linear()): (UsageError, ["model = fabric.setup(model)"]),
     lambda f: f.broadcast(1, src=1): (ConfigurationError, ["src=1", "from 0 to 0"]),
     lambda f: f.broadcast(1, src=-1): (ConfigurationError, ["src=-1"]),
-    lambda f: f.broadcast(1, src="0"): (ArgumentTypeError, ["src='0'", "a rank"]),
+    lambda f: f.broadcast(1, src="0"): (ArgumentTypeError, ["src='0'", "is no rank"]),
     lambda f: f.all_reduce(1.0, reduce_op="avrg"): (
         ConfigurationError,
         ["'avrg'", "mean 'avg'", "'product'"],
@@ -423,7 +423,7 @@ SETUP = {
     lambda f: f.run(): (UsageError, ["Fabric has no run()", "def run(self"]),
     lambda f: f.logger: (UsageError, ["no logger", "CSVLogger"]),
     lambda f: f.log("loss", torch.ones(2)): (ConfigurationError, ["shape (2,)"]),
-    lambda f: f.log(3, 4): (ArgumentTypeError, ["3 (int) is no name", 'fabric.log("loss", value)']),
+    lambda f: f.log(3, 4): (ArgumentTypeError, ["3 (int) is not a name", 'fabric.log("loss", value)']),
     lambda f: f.log_dict({None: 1.0}, 2): (ArgumentTypeError, ["None (NoneType)"]),
 }
 

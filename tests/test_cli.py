@@ -149,9 +149,9 @@ time.sleep(600)
 
 def test_ranks_of_one_machine_meet_where_the_store_listens(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "some-host-of-a-cluster")
-    place, listener = cli._place(cli.effective_settings({}, os.environ), count=2, nodes=1)
+    rank_env, listener = cli._first_rank_env(cli.effective_settings({}, os.environ), count=2, nodes=1)
     listener.close()
-    assert place.main_address == "127.0.0.1"
+    assert rank_env.main_address == "127.0.0.1"
 
 
 def test_the_bare_command_prints_its_help(capsys):

@@ -442,13 +442,13 @@ def test_ranks_are_seeded_apart_on_demand(ranks):
 
 def test_ranks_are_not_seeded_apart_before_there_are_any():
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
-    with pytest.raises(RuntimeError, match=r"seed_everything\(per_rank=True\) came before fabric.launch"):
+    with pytest.raises(RuntimeError, match=r"seed_everything\(per_rank=True\) was used before fabric.launch"):
         fabric.seed_everything(7, per_rank=True)  # all forked ranks would draw as rank zero
 
 
 def test_a_backward_before_launch_is_refused():
     loss = torch.ones(1, requires_grad=True).sum()
-    with pytest.raises(RuntimeError, match=r"backward\(\) came before fabric.launch"):
+    with pytest.raises(RuntimeError, match=r"backward\(\) was used before fabric.launch"):
         Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").backward(loss)
 
 

@@ -418,9 +418,9 @@ def test_whether_it_is_launched():
     alone, several = (Fabric(accelerator="cpu", devices=d, strategy=s) for d, s in ((1, "auto"), (2, "ddp")))
     assert (alone._launched, several._launched) == (True, False)
     assert alone._validate_launched() is None
-    with pytest.raises(UsageError, match=r"came before fabric\.launch\(\)"):
+    with pytest.raises(UsageError, match=r"was used before fabric\.launch\(\)"):
         several._validate_launched()
-    with pytest.raises(UsageError, match=r"came before fabric\.launch\(\)"):
+    with pytest.raises(UsageError, match=r"was used before fabric\.launch\(\)"):
         several._setup_dataloader(DataLoader([1]))
 
 

@@ -405,7 +405,7 @@ def test_setup_refuses_parameters_of_no_model():
     text = str(caught.value)
     assert "fabric.setup: 2 of 4 parameters of SGD (shapes (1, 3), (1,)) belong to no model" in text
     assert "Make the optimizer from this model's .parameters()" in text
-    assert "fabric.setup_optimizers(optimizer), which takes parameters of no model, too." in text
+    assert "fabric.setup_optimizers(optimizer), which also takes other parameters." in text
     assert not is_wrapped(net)
 
 

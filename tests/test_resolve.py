@@ -292,12 +292,12 @@ def test_resolving_is_repeatable_and_changes_no_argument():
 def test_the_machine_as_it_is(monkeypatch):
     monkeypatch.setenv("FABRIC_DEVICES", "3")
     monkeypatch.setenv("FABRIC_NUM_NODES", "")
-    seen = Machine.look()
+    seen = Machine.detect()
     assert seen.flags == {"devices": "3"}, "an empty variable says nothing"
     assert isinstance(seen.environment, LocalEnvironment)
     assert not seen.interactive
     monkeypatch.setattr(module.sys, "ps1", ">>> ", raising=False)
-    assert Machine.look().interactive
+    assert Machine.detect().interactive
 
 
 def test_torchrun_says_how_many(monkeypatch):
@@ -311,7 +311,7 @@ def test_torchrun_says_how_many(monkeypatch):
         "GROUP_RANK": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    machine = Machine.look()
+    machine = Machine.detect()
     assert isinstance(machine.environment, TorchElasticEnvironment)
     made = resolve(Request(accelerator="cpu"), machine)
     assert (len(made.devices), made.num_nodes, type(made.strategy)) == (2, 3, DDPStrategy)

@@ -45,7 +45,7 @@ def trained(strategy: str, wrap: str) -> dict:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = WRAPS[wrap](plain)
     name = "DataParallel" if wrap == "DataParallel" else "DistributedDataParallel"
-    with warned(fabric, rf"fabric\.setup took {name} off your Sequential"):
+    with warned(fabric, rf"fabric\.setup removed {name} around your Sequential"):
         model, optimizer = fabric.setup(model, optimizer)
     assert model.module is plain
     shared = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))

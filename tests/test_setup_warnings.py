@@ -19,7 +19,7 @@ from fabric.utilities.warnings import PossibleUserWarning
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
     "A DataLoader that was not set up (TensorDataset of 16, batch_size=2) is iterated in training. Unless "
-    "each rank has its own part, this is {} times the same work"
+    "each rank has its own part, all {} ranks do the same work"
 )
 
 
@@ -61,9 +61,9 @@ def raw_model():
 def test_a_model_that_was_never_set_up_is_said_once(ranks):
     (told,), others = ranks.run(raw_model, world_size=2)
     assert told == (
-        "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
-        "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
-        "yourself."
+        "fabric.backward ran although no model was set up: each rank keeps its own gradients, and the "
+        "models diverge. Write model, optimizer = fabric.setup(model, optimizer); or average the "
+        "gradients yourself."
     )
     assert others == []
 
@@ -79,7 +79,7 @@ def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle, world_size)
     (told,), *others = ranks.run(never_set_up, shuffle, world_size=world_size)
     assert told == (
         f"{NEVER.format(world_size)}. Write loader = fabric.setup_dataloaders(loader) and iterate the "
-        "result; for a part of each rank's own with use_distributed_sampler=False."
+        "result; if each rank has its own part, with use_distributed_sampler=False."
     )
     assert others == [[]] * (world_size - 1)
 
@@ -233,8 +233,8 @@ def test_where_there_is_a_synchronised_batch_norm_the_warning_names_it():
     with pytest.warns(PossibleUserWarning) as caught:
         warn_of_batch_norm(model, torch.device("cuda"))
     assert str(caught[0].message) == (
-        "1 (BatchNorm1d): batch norm in training sees only a rank's part of each batch, so that numbers are "
-        "not those of one process. To have them, write model = "
+        "1 (BatchNorm1d): batch norm in training sees only a rank's part of each batch, so results differ "
+        "from those of one process. For equal results, write model = "
         "nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or use another norm."
     )
 
@@ -268,8 +268,8 @@ def with_workers(count):
 def test_workers_of_all_ranks_beyond_the_cores(ranks):
     told, others = ranks.run(with_workers, 2, world_size=2)
     assert told == [
-        "num_workers=2 on each of the 2 ranks of this machine are 4 processes beside the ranks, on 1 cores. "
-        "Write num_workers=1, a rank's share."
+        "num_workers=2 on each of the 2 ranks of this machine are 4 processes in addition to the ranks, on 1 "
+        "cores. Write num_workers=1, a rank's share."
     ]
     assert others == []
     assert ranks.run(with_workers, 1, world_size=2) == ranks.run(with_workers, 0, world_size=2) == [[], []]

@@ -15,7 +15,7 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.registry import did_you_mean
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.state_keys import OUTER, clean_key, fitting
+from fabric.utilities.state_keys import OUTER, clean_key, key_mapping
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
     keys = [*chain(*theirs)]
     moves = [(prefix, "") for prefix in _shared(keys)]
     moves += [("", prefix) for prefix in _shared([*chain(*names)])]
-    fit = fitting(keys, aliases, moves)
+    fit = key_mapping(keys, aliases, moves)
     here = {key: aliases.get(fit(key), fit(key)) for key in keys}
     count = Counter(here.values())
     return [[here[key] if count[here[key]] == 1 else fit(key) for key in some] for some in theirs]

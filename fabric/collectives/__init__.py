@@ -1,1 +1,1 @@
-"""Trees of tensors over ranks: pack, reduce, gather, broadcast, objects."""
+"""Collectives on nestings of tensors and on objects: reduce, gather, broadcast."""

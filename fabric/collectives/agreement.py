@@ -1,4 +1,4 @@
-"""One value that all ranks hold, or one error on all of them that shows what each held."""
+"""`agreed`: check that a value is equal on all ranks, or raise a table of the values on all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fabric.collectives.objects import gather_objects
 from fabric.core.errors import CollectiveMismatch
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.core.tree import flatten, is_node
 
 if TYPE_CHECKING:
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def agreed(value: Any, channel: Channel) -> Any:
-    """`value`, which all ranks of the group must hold alike (NaN equals NaN, tensors compare by value).
+    """Return `value` if it is equal on all ranks of the group (NaN equals NaN, tensors compare by value).
 
     Raises:
-        CollectiveMismatch: They do not.
+        CollectiveMismatch: The values differ.
         ArgumentTypeError: The value cannot be pickled.
     """
-    # Each rank judges what arrived, its own value included: all come to the same conclusion.
-    held = gather_objects(value, channel, "agree")
-    if all([same(held[0], other) for other in held[1:]]):
+    # Each rank compares the same received values, its own included, so all ranks raise or none does.
+    values = gather_objects(value, channel, "agree")
+    if all([same(values[0], other) for other in values[1:]]):
         return value
     guard = channel.guard
-    ranks = guard.members if guard is not None else range(len(held))
-    places = gather_objects(user_place(), channel, "agree")
-    each = zip(ranks, held, places, strict=True)
-    rows = [f"  rank {rank}: {one!r:.80}  at {place}".replace("\n", " ") for rank, one, place in each]
+    ranks = guard.members if guard is not None else range(len(values))
+    lines = gather_objects(user_line(), channel, "agree")
+    table = zip(ranks, values, lines, strict=True)
+    rows = [f"  rank {rank}: {of_rank!r:.80}  at {line}".replace("\n", " ") for rank, of_rank, line in table]
     raise CollectiveMismatch(
         "\n".join(["fabric.agree: ranks hold different values.", *rows])
         + "\nDecide on one rank and send the value with fabric.broadcast, or combine the values with "
@@ -41,7 +41,7 @@ def agreed(value: Any, channel: Channel) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike: same type, structure and content."""
+    """Whether two values have the same type, structure and content."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -51,8 +51,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and not isinstance(one, OrderedDict):  # equal in any order, as in Python
         return one.keys() == other.keys() and all([same(value, other[key]) for key, value in one.items()])
     if is_node(one):
-        (mine, spec), (theirs, other_spec) = flatten(one), flatten(other)
-        return spec == other_spec and all([same(a, b) for a, b in zip(mine, theirs, strict=True)])
+        (leaves, spec), (other_leaves, other_spec) = flatten(one), flatten(other)
+        return spec == other_spec and all([same(a, b) for a, b in zip(leaves, other_leaves, strict=True)])
     if not hasattr(one, "dtype"):
         return bool(one == other) or _same_content(one, other)
     if one.dtype != other.dtype or one.shape != other.shape:  # numpy would broadcast
@@ -61,7 +61,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _same_content(one: Any, other: Any) -> bool:
-    """Whether two objects that are not equal (they arrived as copies) hold the same."""
+    """Whether two unpickled objects without an `__eq__` have the same content."""
     if getattr(one, "__dict__", None):
         return same(vars(one), vars(other))
     by_identity: Any = object.__eq__

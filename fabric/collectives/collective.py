@@ -1,4 +1,4 @@
-"""`Collective`: the operations of one group of ranks, tensor by tensor. For trees see channel.py."""
+"""`Collective`: operations of one group of ranks on single tensors. channel.py handles trees."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ CollectibleGroup: TypeAlias = Any
 """An engine's group object."""
 
 
-class Done:
+class CompletedWork:
     """A completed request, for a message that was sent synchronously."""
 
     def wait(self) -> None:
         """Nothing."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class Collective(ABC):
-    """Operations on tensors across one group of ranks, which must all make each call, in one order.
+    """Operations on tensors across one group of ranks. All ranks must make each call, in the same order.
 
-    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions (`op`) are named "sum",
-    "mean" ("avg"), "min", "max", "product". Tensors have the same shape and
-    dtype on all ranks (but in `all_to_all`); lists of them have one for each rank of the group, in rank
-    order. A `tag` tells messages between two ranks apart.
+    `src` and `dst` are global ranks, as in torch.distributed. Reductions (`op`) are named "sum", "mean"
+    ("avg"), "min", "max", "product". Tensors have the same shape and dtype on all ranks (except in
+    `all_to_all`). Lists of tensors have one per rank of the group, in rank order. `tag` identifies a message
+    between two ranks.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class Collective(ABC):
 
     @property
     def rank_in_group(self) -> int:
-        """The place of this process within the group."""
+        """The rank of this process within the group."""
         return self.rank
 
     def group_rank_of(self, rank: int) -> int:
-        """The place of a global `rank` within the group, from 0."""
+        """The rank within the group of a global `rank`, from 0."""
         return rank
 
     @property
@@ -83,7 +83,7 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """`src`'s tensor on every rank, written into `tensor`."""
+        """`src`'s tensor, written into `tensor` on every rank."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -92,7 +92,7 @@ class Collective(ABC):
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Start an `all_reduce` and return a request with `.wait()`, like torch's Work."""
         self.all_reduce(tensor, op)
-        return Done()
+        return CompletedWork()
 
     @abstractmethod
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
@@ -103,11 +103,11 @@ class Collective(ABC):
         """Every rank's tensor, written into `tensor_list` in rank order."""
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,), once what
-        this gives was waited for.
+        """Start an `all_gather` of 1-D tensors into `output` of shape (world_size * numel,), and return a
+        request with `.wait()`.
         """
         self.all_gather(list(output.view(self.world_size, -1)), tensor)
-        return Done()
+        return CompletedWork()
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
@@ -119,15 +119,15 @@ class Collective(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
-        r.
+        """The reduction over ranks of entry r of `input_list`, for rank r of the group, written into
+        `output`.
         """
 
     @abstractmethod
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Write the tensors that each rank has for this one into `output_tensor_list`, and return it.
+        """Send `input_tensor_list[r]` to rank r of the group, for each r.
 
-        Each rank sends the tensors of its `input_tensor_list`, one to each rank.
+        Return `output_tensor_list`, into which the tensors of all ranks for this one are written.
         """
 
     @abstractmethod
@@ -140,27 +140,27 @@ class Collective(ABC):
 
     @abstractmethod
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait until every rank of the group is here. `device_ids`: the device of this rank, for NCCL."""
+        """Wait until every rank of the group has called it. `device_ids`: this rank's device, for NCCL."""
 
     @classmethod
     @abstractmethod
     def is_available(cls) -> bool:
-        """Whether the engine is there."""
+        """Whether the engine is installed."""
 
     @classmethod
     @abstractmethod
     def is_initialized(cls) -> bool:
-        """Whether the engine's default group stands."""
+        """Whether the engine's default group exists."""
 
     @classmethod
     @abstractmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Make the engine's default group. All ranks must call this."""
+        """Create the engine's default group. All ranks must call this."""
 
     @classmethod
     @abstractmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Make a further group; all ranks of the default group must call this."""
+        """Create another group; all ranks of the default group must call this."""
 
     @classmethod
     @abstractmethod
@@ -183,14 +183,14 @@ class Collective(ABC):
         """
         if self._group is not None:
             raise UsageError(
-                f"{type(self).__name__} has a group already. Make a second {type(self).__name__}() for "
+                f"{type(self).__name__} has a group already. Write a second {type(self).__name__}() for "
                 "another group."
             )
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self) -> Self:
-        """Take the group down.
+        """Destroy the group.
 
         Raises:
             UsageError: There is no group.

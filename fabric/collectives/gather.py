@@ -1,4 +1,4 @@
-"""Trees gathered from ranks, of equal shapes; as bytes, so every dtype is exact."""
+"""Gather trees of equal shapes from all ranks; sent as bytes, so every dtype is exact."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 def gather_tree(
     data: Any, channel: Channel, dst: int | None = None, *, async_op: bool = False, verb: str = "all_gather"
 ) -> Any:
-    """Every leaf of every rank: leaves of shape (world_size, *shape), on the device where they were.
+    """Return the tree with every rank's leaves: of shape (world_size, *shape), on their original device.
 
     Args:
         data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
             which must all make the call.
         channel: The group.
-        dst: The only rank that gets the result, the others None; None: all get it.
-        async_op: Whether to return a `Handle` while large data are on their way.
-        verb: What the call is to the user.
+        dst: The only rank that gets the result, while the others get None; None: all ranks get it.
+        async_op: Whether to return a `Handle` before large data are received.
+        verb: The user's call, for messages.
 
     Raises:
-        ArgumentTypeError: A leaf that is no tensor and no number.
+        ArgumentTypeError: A leaf is neither tensor nor number.
         ConfigurationError: `dst` is not in the group; on all ranks.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
         UsageError: This rank does not belong to the group.
@@ -39,19 +39,19 @@ def gather_tree(
         if dst is not None:
             channel.collective.group_rank_of(dst)
     world, groups, collective = channel.world_size, buckets(tensors, mixed=True), channel.collective
-    takes = dst is None or collective.rank == dst
+    receives = dst is None or collective.rank == dst
     raws = [pack([tensors[i] for i in group]).view(-1) for group in groups]
     works: list[Any] = []
 
-    def room() -> list[Tensor]:
+    def allocate() -> list[Tensor]:
         nonlocal raws
         raws = [channel.transport.to_staging(raw) for raw in raws]
-        return [raw.new_empty(world * takes, raw.numel()) for raw in raws]
+        return [raw.new_empty(world * receives, raw.numel()) for raw in raws]
 
-    tables, made = channel.exchange_small(tree_call(verb, spec, tensors), raws, room)
+    tables, allocated = channel.exchange_small(tree_call(verb, spec, tensors), raws, allocate)
     if tables is None:
-        tables = made
-        for table, raw in zip(made, raws, strict=True):
+        tables = allocated
+        for table, raw in zip(allocated, raws, strict=True):
             if dst is None:
                 works.append(collective.start_all_gather_flat(table.view(-1), raw))
             else:
@@ -60,7 +60,7 @@ def gather_tree(
     def finish() -> Any:
         for work in works:
             work.wait()
-        if not takes:
+        if not receives:
             return None
         gathered: list[Any] = [None if t.nbytes else t.new_empty(world, *t.shape) for t in tensors]
         for group, table in zip(groups, tables, strict=True):

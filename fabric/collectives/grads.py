@@ -1,7 +1,6 @@
-"""Collectives that gradients flow through. A gradient is the sum over all ranks' losses, as on the joined
-batch.
+"""Differentiable collectives. A gradient is that of the sum of all ranks' losses, as for the joined batch.
 
-The backward pass makes a collective of its own: all ranks must run it.
+The backward pass runs a collective, too: all ranks must run it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from fabric.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.collectives.frames import call_of, fold, format_tree
 from fabric.collectives.gather import gather_tree
-from fabric.collectives.objects import Dumped, gather_dumped
+from fabric.collectives.objects import PickledObject, gather_pickled
 from fabric.collectives.reduce import reduce_tree, wire_dtype
 from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
@@ -30,82 +29,88 @@ if TYPE_CHECKING:
     Verb = Callable[[Any], Any]
 
 
-class _Across(torch.autograd.Function):
-    """A verb on a list of tensors, and the verb that its gradients take."""
+class _DifferentiableVerb(torch.autograd.Function):
+    """Apply `verb` to a list of tensors, and `backward_verb` to the gradients of its results."""
 
     @staticmethod
-    def forward(ctx: Any, verb: Verb, back: Verb, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, verb: Verb, backward_verb: Verb, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(verb([tensor.detach() for tensor in tensors]))
-        ctx.back = back
-        ctx.flows = [_flows(tensor) for tensor in tensors], [_flows(result) for result in results]
-        ctx.mark_non_differentiable(*[result for result in results if not _flows(result)])
+        ctx.backward_verb = backward_verb
+        ctx.differentiable = (
+            [_is_differentiable(tensor) for tensor in tensors],
+            [_is_differentiable(result) for result in results],
+        )
+        ctx.mark_non_differentiable(*[result for result in results if not _is_differentiable(result)])
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        into, out = ctx.flows
-        # Copies: autograd may have lent a gradient to others, too.
-        given = [
+        inputs, outputs = ctx.differentiable
+        # Copies, because autograd may use the same gradient tensor elsewhere.
+        copies = [
             grad.clone(memory_format=torch.contiguous_format)
-            for grad, flows in zip(grads, out, strict=True)
-            if flows
+            for grad, differentiable in zip(grads, outputs, strict=True)
+            if differentiable
         ]
-        back = iter(ctx.back(given) if given else [])
-        return None, None, *[next(back) if flows else None for flows in into]
+        of_inputs = iter(ctx.backward_verb(copies) if copies else [])
+        return None, None, *[next(of_inputs) if differentiable else None for differentiable in inputs]
 
 
-def _flows(tensor: Tensor) -> bool:
-    """Whether gradients can flow through it: not so for integers, and there is no sum of float8."""
+def _is_differentiable(tensor: Tensor) -> bool:
+    """Whether gradients flow through a tensor: not for integers, nor for float8, which has no sum."""
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def across(verb: Verb, back: Verb, tensors: list[Tensor]) -> list[Tensor]:
-    """`verb(tensors)`, differentiable: its gradients are `back(gradients of the results)`."""
-    return list(_Across.apply(verb, back, *tensors))  # type: ignore[no-untyped-call]
+def apply_verb(verb: Verb, backward_verb: Verb, tensors: list[Tensor]) -> list[Tensor]:
+    """Return `verb(tensors)`, differentiable: gradients are `backward_verb(gradients of the results)`."""
+    return list(_DifferentiableVerb.apply(verb, backward_verb, *tensors))  # type: ignore[no-untyped-call]
 
 
 def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gather(sync_grads=True)") -> Any:
-    """`gather_tree` through which gradients flow back to the rank that a part came from."""
+    """Return the result of `gather_tree`; gradients flow back to the rank that sent each part."""
     tensors, spec = _tensors(data, channel, "all_gather")
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
         return flatten(gather_tree(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
+    def backward(grads: list[Tensor]) -> list[Tensor]:
         summed = use_slice("extra").reduce_scatter_tree(grads, "sum", channel, label="backward of all_gather")
         return [part[0] for part in summed]
 
-    return unflatten(across(gather, back, tensors), spec, data)
+    return unflatten(apply_verb(gather, backward, tensors), spec, data)
 
 
 def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "all_reduce") -> Any:
-    """A new tree, as `reduce_tree` gives it, through which gradients flow back to every rank's part."""
+    """Return the result of `reduce_tree` as a new tree; gradients flow back to every rank's part."""
     leaves, spec = flatten(data, CONSTANTS)
     with channel.validating(verb):
         op = torch_op("sum" if op is None else op)
         name, tensors = op_name(op), reducible(leaves, op, channel.transport.device, verb)
         if name not in _ALONG_RANKS:
-            raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
+            raise ConfigurationError(
+                f"{verb}({name}, sync_grads=True): {name} has no gradient. Write one of "
+                f"{', '.join(_ALONG_RANKS)}."
+            )
     label = f"{verb}({name}, sync_grads=True)"
-    # As one process would compute it from everybody's data, ties included.
+    # Computed from the data of all ranks as in one process, so that ties share the gradient equally.
     tables = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label), CONSTANTS)[0]
     return unflatten([_along_ranks(table, op) for table in tables], spec, data)
 
 
 def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
-    """`reduce_scatter_tree` through which gradients flow back to every rank's part."""
+    """Return the result of `reduce_scatter_tree`; gradients flow back to every rank's part."""
     tensors, spec = _tensors(data, channel, "reduce_scatter")
     with channel.validating("reduce_scatter"):
         check_parts(tensors, channel.world_size, "reduce_scatter")
     reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
-    me = channel.collective.rank_in_group
-    own = [t.tensor_split(channel.world_size)[me].clone() for t in flatten(reduced, CONSTANTS)[0]]
-    return unflatten(own, spec, data)
+    rank = channel.collective.rank_in_group
+    parts = [t.tensor_split(channel.world_size)[rank].clone() for t in flatten(reduced, CONSTANTS)[0]]
+    return unflatten(parts, spec, data)
 
 
 def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
-    """`all_to_all_tree` through which gradients flow back the way the parts came."""
+    """Return the result of `all_to_all_tree`; gradients flow back to the rank that sent each part."""
     tensors, spec = _tensors(data, channel, "all_to_all")
     exchange = use_slice("extra").all_to_all_tree
 
@@ -113,16 +118,16 @@ def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
         verb = "all_to_all(sync_grads=True)"
         return flatten(exchange(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
+    def backward(grads: list[Tensor]) -> list[Tensor]:
         routed: list[Tensor] = exchange(grads, channel, verb="backward of all_to_all")
         return routed
 
-    return unflatten(across(route, back, tensors), spec, data)
+    return unflatten(apply_verb(route, backward, tensors), spec, data)
 
 
 def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -> Any:
-    """Every rank's leaves, whose shapes may differ: as lists of `world_size` tensors, or concatenated on dim
-    0.
+    """Return every rank's leaves, whose shapes may differ: as lists of `world_size` tensors, or concatenated
+    on dim 0.
 
     Raises:
         ConfigurationError: "cat" of numbers.
@@ -130,21 +135,21 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
             ranks.
     """
     tensors, spec = _tensors(data, channel, "all_gather")
-    me, world = channel.collective.rank_in_group, channel.world_size
+    rank, world = channel.collective.rank_in_group, channel.world_size
     verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
     with channel.validating(verb):
-        call = call_of(verb, format_tree(spec, [_kind(tensor, how) for tensor in tensors]))
+        call = call_of(verb, format_tree(spec, [_describe(tensor, how) for tensor in tensors]))
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
-        dumped = Dumped([part.detach().as_subclass(torch.Tensor) for part in parts], verb)
-        came = gather_dumped(call, dumped, channel)
-        return [theirs[i] for i in range(len(parts)) for theirs in came]
+        pickled = PickledObject([part.detach().as_subclass(torch.Tensor) for part in parts], verb)
+        by_rank = gather_pickled(call, pickled, channel)
+        return [of_rank[i] for i in range(len(parts)) for of_rank in by_rank]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
+    def backward(grads: list[Tensor]) -> list[Tensor]:
         summed: list[Tensor] = reduce_tree(grads, "sum", channel, label="backward of all_gather")
-        return summed[me::world]
+        return summed[rank::world]
 
-    flat = across(gather, back, tensors) if sync_grads and tensors else gather(tensors)
+    flat = apply_verb(gather, backward, tensors) if sync_grads and tensors else gather(tensors)
     leaves: list[Any] = [flat[i : i + world] for i in range(0, len(flat), world)]
     return unflatten([torch.cat(leaf) for leaf in leaves] if how == "cat" else leaves, spec, data)
 
@@ -159,7 +164,7 @@ _ALONG_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _along_ranks(table: Tensor, op: Any) -> Tensor:
-    """The reduction of (world_size, ...) data along ranks, in their dtype."""
+    """Return the reduction of (world_size, ...) data along ranks, in their dtype."""
     if table.is_floating_point() or table.is_complex():
         return _ALONG_RANKS[op_name(op)](table)
     return fold(table.to(wire_dtype(table.dtype, op), copy=True), op).to(table.dtype)
@@ -171,14 +176,14 @@ def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]
         return to_tensors(leaves, channel.transport.device, verb), spec
 
 
-def _kind(tensor: Tensor, how: str) -> str:
+def _describe(tensor: Tensor, how: str) -> str:
     """Return the description of a leaf that must be equal on all ranks: dtype, device and shape."""
-    dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
+    dtype, device = str(tensor.dtype).removeprefix("torch."), tensor.device.type
     if how == "list":
-        return f"{dtype} on {place}"
+        return f"{dtype} on {device}"
     if not tensor.dim():
         raise ConfigurationError(
             "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
             "[]. Write data.reshape(1), or uneven='error' or 'list'."
         )
-    return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")
+    return f"{dtype}{['*', *tensor.shape[1:]]} on {device}".replace("'", "")

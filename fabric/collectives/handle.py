@@ -1,6 +1,4 @@
-"""`Handle`: data on their way, for calls with `async_op=True`. One that nobody waits for is reported at
-exit.
-"""
+"""`Handle`: the result of calls with `async_op=True`. Handles without a `wait()` are reported at exit."""
 
 from __future__ import annotations
 
@@ -9,36 +7,36 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class Handle:
-    """The handle of an asynchronous call: the data are ready after `wait()`.
+    """Handle of an asynchronous call, whose `wait()` returns the data.
 
-    Until then its tensors belong to the call: do not read or write them.
+    Do not read or write tensors of the call before that.
 
     Args:
         verb: The call, for the report.
-        works: What the engine gave for each message.
-        finish: Waits for all messages, and makes the result.
+        works: The engine's request for each message.
+        finish: Waits for all messages, and returns the result.
     """
 
     def __init__(self, verb: str, works: list[Any], finish: Callable[[], Any]) -> None:
         self._works = works
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
-        self.verb, self.place = verb, user_place()
+        self.verb, self.line = verb, user_line()
         for key, (line, other) in _unwaited.items():
             if other is not None and other.done():
                 _unwaited[key] = line, None
         self._key = next(_numbers)
-        _unwaited[self._key] = f"{verb} at {self.place}", self
+        _unwaited[self._key] = f"{verb} at {self.line}", self
 
     def wait(self) -> Any:
-        """The data, the same object on each call. Needs no other rank to call it."""
+        """Wait for the data and return them, the same object on each call. Other ranks need not call it."""
         if self._finish is not None:
             self._result, self._finish, self._works = self._finish(), None, []
             _unwaited.pop(self._key, None)
@@ -49,18 +47,19 @@ class Handle:
         return all([work.is_completed() for work in self._works])
 
     def __repr__(self) -> str:
-        state = "waited for" if self._finish is None else "done" if self.done() else "on its way"
-        return f"<{self.verb} from {self.place}, {state}>"
+        state = "waited for" if self._finish is None else "done" if self.done() else "pending"
+        return f"<{self.verb} from {self.line}, {state}>"
 
 
 _unwaited: dict[int, tuple[str, Handle | None]] = {}
-"""Verb and place; and the handle while its messages are on their way, whose memory it holds."""
+"""Verb and line; and the handle until its messages are done, since it holds their memory."""
 _numbers = itertools.count()
 
 
 def report_unwaited() -> list[str]:
-    """Wait for what nobody waited for, and name it on stderr; called before the process group goes, and at
-    exit.
+    """Wait for handles without a `wait()`, print them on stderr, and return the lines.
+
+    Called before the process group is destroyed, and at exit.
     """
     counts: Counter[str] = Counter()
     for key, (line, handle) in list(_unwaited.items()):
@@ -73,9 +72,11 @@ def report_unwaited() -> list[str]:
         counts[line] += 1
     lines = [line if count == 1 else f"{line} ({count} times)" for line, count in counts.items()]
     if lines:
-        from fabric.core.messages import say
+        from fabric.core.messages import print_line
 
-        say(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
+        print_line(
+            f"there was no wait() for the result of {'; '.join(lines)}. Keep the handle and call .wait()."
+        )
     return lines
 
 

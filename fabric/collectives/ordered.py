@@ -1,7 +1,7 @@
-"""Floats as integers of the same order: backends lose NaN in a minimum or maximum.
+"""Map floats to integers of the same order, for minimum and maximum: backends lose NaN in them.
 
-NCCL takes the number of the two. gloo keeps whichever operand its comparison happens to keep: on 2 ranks
-`max(0, NaN)` is NaN or 0, by which rank holds it (measured). torch, and a reduction inside a frame, give NaN.
+NCCL returns the number. In gloo the order of operands decides: on 2 ranks `max(0, NaN)` is NaN or 0, by
+which rank has the NaN (measured). torch, and a reduction inside a frame, return NaN.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _AS_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def to_ordered(values: Tensor, largest: bool) -> Tensor:
-    """Integers in the order of the floats; NaN is the largest of all (or the smallest).
+    """Return integers in the order of the floats; NaN is the largest of all (or the smallest).
 
-    float16 and bfloat16 go by float32, which holds them exactly.
+    float16 and bfloat16 are converted to float32, which holds them exactly.
     """
     wide = values if values.dtype in _AS_INTEGERS else values.float()
     keys = _flip(wide.contiguous().view(_AS_INTEGERS[wide.dtype]))
@@ -28,12 +28,12 @@ def to_ordered(values: Tensor, largest: bool) -> Tensor:
 
 
 def from_ordered(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats that `to_ordered` was given; its NaN is some NaN."""
+    """Return the floats for a result of `to_ordered`; the bits of a NaN may differ."""
     wide = next(wide for wide, integers in _AS_INTEGERS.items() if integers is keys.dtype)
     return _flip(keys).view(wide).to(dtype)
 
 
 def _flip(bits: Tensor) -> Tensor:
-    # Floats are sign and magnitude, integers two's complement: the negative ones run the other way.
+    # Floats are sign and magnitude, integers two's complement: negative values are in reverse order.
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

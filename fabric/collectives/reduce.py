@@ -1,8 +1,8 @@
-"""Trees reduced over ranks. Small data are sent in the frame; else one reduction per dtype, large leaves by
-themselves.
+"""Reduce trees over ranks. Small data are sent in the frame; otherwise there is one reduction per dtype, and
+one per large leaf.
 
-What can be refused is refused before the first message, on every rank alike. The result has the same bits on
-every rank: each element is added up in one place, or everywhere in the order of ranks.
+Invalid arguments are rejected before the first message, on every rank. The result is bitwise equal on all
+ranks: each element is summed on one rank, or on every rank in rank order.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 _Op = dist.ReduceOp
 _PLAIN = {name: (f"all_reduce({name})", torch_op(name)) for name in ("mean", "sum", "min", "max", "product")}
-"""For the plain names of operations: the call's label, and torch's operation."""
+"""Names of operations to the call's label and torch's operation."""
 _SMALL = 1024
-"""Bytes of a tensor that is reduced in few steps."""
+"""Largest tensor for `_reduce_small`, in bytes."""
 
 
 def reduce_tree(
     data: Any, op: Any, channel: Channel, *, async_op: bool = False, label: str | None = None
 ) -> Any:
-    """`data` reduced over ranks: written into its tensors, and returned (numbers as new tensors).
+    """Reduce `data` over ranks: the result is written into its tensors, and returned (numbers as tensors).
 
     Args:
         data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
             which must all make the call.
         op: "mean", "sum", "min", "max", "product" or a torch ReduceOp; None is "sum".
         channel: The group.
-        async_op: Whether to return a `Handle` while large data are on their way.
-        label: What the call is to the user, if not an all_reduce.
+        async_op: Whether to return a `Handle` before large data are received.
+        label: The user's call, for messages, if not an all_reduce.
 
     Raises:
         ArgumentTypeError: The mean of integers, the order of complex numbers, a dtype that has no reduction,
-            a tensor whose elements share memory, or a leaf that is no tensor and no number.
+            a tensor whose elements share memory, or a leaf that is neither tensor nor number.
         ConfigurationError: Unknown `op`.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
         UsageError: This rank does not belong to the group.
@@ -61,20 +61,22 @@ def reduce_tree(
     label = label or f"all_reduce({op_name(op)})"
     works: list[Any] = []
     with _writable(tensors):
-        parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
-        sent, may = [parcel.sent for parcel in parcels], foldable(op) and all_on_host(tensors)
-        tables, _ = channel.exchange_small(tree_call(label, spec, tensors), sent, lambda: _part(parcels), may)
+        flats = [_FlatBucket([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
+        sent, may = [flat.sent for flat in flats], foldable(op) and all_on_host(tensors)
+        tables, _ = channel.exchange_small(
+            tree_call(label, spec, tensors), sent, lambda: _separate(flats), may
+        )
         if tables is None:
-            works = [channel.collective.start_all_reduce(parcel.sent, op) for parcel in parcels]
+            works = [channel.collective.start_all_reduce(flat.sent, op) for flat in flats]
         else:
-            for parcel, table in zip(parcels, tables, strict=True):
-                parcel.deliver(fold(table, op))
+            for flat, table in zip(flats, tables, strict=True):
+                flat.write_back(fold(table, op))
 
     def finish() -> Any:
-        for work, parcel in zip(works, parcels if works else [], strict=True):
-            with _writable(parcel.tensors):
+        for work, flat in zip(works, flats if works else [], strict=True):
+            with _writable(flat.tensors):
                 work.wait()
-                parcel.deliver(parcel.sent)
+                flat.write_back(flat.sent)
         return result
 
     if not async_op:
@@ -85,9 +87,9 @@ def reduce_tree(
 
 
 def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
-    """Reduce one small plain tensor as `reduce_tree` does, in half the operations; gives whether it did.
+    """Reduce one small plain tensor in half the operations of `reduce_tree`; return whether it was reduced.
 
-    A loop's loss, every step. What is not plain, or not allowed, goes the general way.
+    For a loop's loss in every step. `reduce_tree` handles other tensors, and invalid arguments.
     """
     dtype, guard = tensor.dtype, channel.guard
     name = _PLAIN.get(op) if isinstance(op, str) else None
@@ -107,28 +109,28 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         return False
     with torch.no_grad():
         meeting = channel.check_call(tree_call(name[0], LEAF, [tensor]), [tensor])
-        if meeting is None:  # the first call of the group, which turned the guard off
+        if meeting is None:  # the first call of the group turned the call check off
             return False
         tensor.view(-1).copy_(fold(meeting.columns([tensor])[0], name[1]))
     return True
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
-    """The dtype in which data are reduced: as they are, where the engine can and the result is exact."""
-    # The mean of float16 numbers is a float16 number, their sum may not be.
+    """Return the dtype to reduce data in: a wider one if the engine lacks theirs, or the result overflows."""
+    # The mean of float16 numbers fits into float16, their sum may not.
     if dtype is torch.float16 and op == _Op.AVG:
         return torch.float32
     return WIDER.get(dtype, dtype)
 
 
 def foldable(op: Any) -> bool:
-    """Whether ranks can compute the reduction by themselves from everybody's data."""
+    """Whether each rank can compute the reduction locally from the gathered data of all ranks."""
     return isinstance(op, _Op.RedOpType) and op in FOLDS
 
 
-class _Parcel:
-    """Tensors of one dtype and device that travel as one flat tensor; a single fitting one travels as it
-    is.
+class _FlatBucket:
+    """Tensors of one dtype and device that are reduced as one flat tensor; a single suitable tensor is
+    reduced in place.
     """
 
     def __init__(self, tensors: list[Tensor], op: Any, channel: Channel) -> None:
@@ -145,14 +147,14 @@ class _Parcel:
             self.sent = first
             return
         self.sent = transport.to_staging(join(tensors).resolve_conj().resolve_neg().to(dtype))
-        if self.sent.data_ptr() == first.data_ptr():  # a view of what may only be written through `deliver`
+        if self.sent.data_ptr() == first.data_ptr():  # a view; only `write_back` may change the tensor
             self.sent = self.sent.clone()
 
-    def deliver(self, flat: Tensor) -> None:
+    def write_back(self, flat: Tensor) -> None:
         """Write the result into the tensors."""
         first = self.tensors[0]
         if flat is first:
-            return  # it was reduced where it is
+            return  # it was reduced in place
         if len(self.tensors) == 1:
             first.copy_(flat.view(first.shape))
             return
@@ -165,14 +167,14 @@ class _Parcel:
                 tensor.copy_(value)
 
 
-def _part(parcels: list[_Parcel]) -> None:
-    """Give each parcel memory of its own: a tensor may stand in a tree twice, and is reduced in place."""
-    taken = set()
-    for parcel in parcels:
-        memory = parcel.sent.untyped_storage().data_ptr()
-        if memory in taken:
-            parcel.sent = parcel.sent.clone()
-        taken.add(memory)
+def _separate(flats: list[_FlatBucket]) -> None:
+    """Copy buckets that share memory: a tree may contain a tensor twice, and tensors are reduced in place."""
+    seen = set()
+    for flat in flats:
+        memory = flat.sent.untyped_storage().data_ptr()
+        if memory in seen:
+            flat.sent = flat.sent.clone()
+        seen.add(memory)
 
 
 def _writable(tensors: list[Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Named numbers reduced over ranks, for logs: all in one message, in float64 on the host."""
+"""Reduce named numbers over ranks, for logs: all in one message, in float64 on the host."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ if TYPE_CHECKING:
     from fabric.collectives.channel import Channel
 
 _EXTREMES = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: -float("inf")}
-"""With what stands in for a value that is not there."""
+"""Neutral elements, used for missing values."""
 
 
 def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: int) -> dict[str, Tensor]:
-    """Every rank's values reduced, those of ranks that see the same data once. All ranks must call this.
+    """Return the values reduced over ranks; ranks that see the same data count once. All ranks must call
+    this.
 
-    Of such a row counts the value of the last rank that has one: the last stage of a pipeline, where others
-    have None. Minimum and maximum are those of all ranks.
+    A row is a group of `size` neighbouring ranks that see the same data. Its value is that of the last rank
+    that has one (the last stage of a pipeline). Minimum and maximum are over all ranks.
 
     Args:
-        values: Numbers and one-element tensors by name; None, where a row has several ranks.
+        values: Numbers and one-element tensors by name; None is valid in rows of several ranks.
         op: As for `reduce_tree`.
         channel: All ranks.
-        size: Ranks of a row; 1: each rank sees data of its own.
+        size: Number of ranks in a row; 1: each rank sees different data.
 
     Raises:
-        ArgumentTypeError: A value that is neither real number nor tensor; or no rank of a row has one.
+        ArgumentTypeError: A value is neither real number nor tensor; or no rank of a row has one.
         ConfigurationError: Unknown `op`; a tensor of several elements.
     """
-    label, names = f"log_dict({op})", sorted(values, key=str)  # in whatever order a rank has them
+    label, names = f"log_dict({op})", sorted(values, key=str)  # ranks may have them in different orders
     with channel.validating("log_dict"):
         op = torch_op("sum" if op is None else op)
-        numbers = [_number(name, values[name], absent=size > 1) for name in names]
+        numbers = [_number(name, values[name], allow_none=size > 1) for name in names]
     if not names:
         channel.check_barrier(label, "nothing")
         return {}
-    there = [value is not None for value in numbers]
-    sent = torch.tensor([[value or 0.0 for value in numbers], there], dtype=torch.float64, device="cpu")
+    present = [value is not None for value in numbers]
+    sent = torch.tensor([[value or 0.0 for value in numbers], present], dtype=torch.float64, device="cpu")
     table = gather_tree({", ".join(map(str, names)): sent}, channel, verb=label)
-    held = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)
-    found, has = held[:, :, 0], held[:, :, 1].bool()
-    for name, somewhere in zip(names, has.any(1).all(0).tolist(), strict=True):
-        if not somewhere:
+    gathered = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)
+    found, has = gathered[:, :, 0], gathered[:, :, 1].bool()
+    for name, in_each_row in zip(names, has.any(1).all(0).tolist(), strict=True):
+        if not in_each_row:
             raise ArgumentTypeError(
                 f"log_dict: {name!r} is None on all ranks that see the same data, so it has no value. Log it "
-                "where one of them has computed it."
+                "after one of them has computed it."
             )
     if op in _EXTREMES:
         reduced = fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)
@@ -66,8 +67,8 @@ def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: i
     return {name: by_name[name] for name in values}
 
 
-def _number(name: str, value: Any, absent: bool) -> float | None:
-    if value is None and absent:
+def _number(name: str, value: Any, allow_none: bool) -> float | None:
+    if value is None and allow_none:
         return None
     if isinstance(value, bool | int | float):
         return float(value)  # torch's default dtype would round it

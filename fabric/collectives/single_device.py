@@ -1,4 +1,4 @@
-"""`SingleDeviceCollective`: the same operations for a world of one rank."""
+"""`SingleDeviceCollective`: the operations of `Collective` for one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SingleDeviceCollective(Collective):
-    """Every operation for one rank: what it reduces or gathers is its own tensor."""
+    """Operations of a group of one rank: reductions and gathers return its own tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class SingleDeviceCollective(Collective):
         return 1
 
     def create_group(self, **kwargs: Any) -> Self:
-        """Itself, whose group of one stands."""
+        """Return this object, whose group of one rank needs no setup."""
         self._group = self._group or self.new_group(**kwargs)
         return self
 
@@ -70,7 +70,7 @@ class SingleDeviceCollective(Collective):
         return output_tensor_list
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Refuse: there is nobody to send to.
+        """Raise: there is no other rank to send to.
 
         Raises:
             UsageError: Always.
@@ -80,15 +80,17 @@ class SingleDeviceCollective(Collective):
         )
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Refuse: there is nobody to receive from.
+        """Raise: there is no other rank to receive from.
 
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"recv(src={src}) in a world of one rank: nobody can send. Start more processes.")
+        raise UsageError(
+            f"recv(src={src}) in a world of one rank: no other rank can send. Start more processes."
+        )
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Nothing: the only rank is here."""
+        """Return at once: there is one rank."""
 
     @classmethod
     def is_available(cls) -> bool:
@@ -102,13 +104,13 @@ class SingleDeviceCollective(Collective):
 
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Nothing to make."""
+        """Do nothing: there is no default group."""
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """A token that stands for the group of one."""
+        """Return an object that represents the group of one rank."""
         return object()
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
-        """Nothing to take down."""
+        """Do nothing: there is no group."""

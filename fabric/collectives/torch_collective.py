@@ -1,4 +1,4 @@
-"""`TorchCollective`: a group of torch.distributed. Usable without a Fabric."""
+"""`TorchCollective`: operations of a torch.distributed group. Usable without a Fabric."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ default_pg_timeout = timedelta(seconds=1800)
 
 
 class _Reduction:
-    """A reduction of a tensor, as engines are asked for it: not every backend knows a mean, some add bools as
-    bytes, and all lose NaN in a minimum or maximum, where floats go as integers of the same order.
+    """A reduction of a tensor by operations that every backend supports.
+
+    Some backends have no mean, and some add bools as bytes. All lose NaN in a minimum or maximum, for which
+    floats are sent as integers of the same order.
     """
 
     work: Any = None
-    """What the engine gave; None: it has done it, or this rank is not in the group, and torch has warned."""
+    """torch's Work; None: it is done, or this rank is not in the group, of which torch has warned."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         self.tensor, self.op, self.size = tensor, torch_op(op), size
@@ -57,7 +59,7 @@ class _Reduction:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> Tensor:
-        """The tensor, with the result."""
+        """Wait for the result, and return the tensor with it."""
         if self.work is not None:
             self.work.wait()
         if self._ordered:
@@ -70,8 +72,8 @@ class _Reduction:
 
 
 class TorchCollective(Collective):
-    """The operations of a torch.distributed group; without `create_group`, of the default group. All ranks of
-    it must make each call, in one order: see `Collective`.
+    """Operations of a torch.distributed group; without `create_group`, of the default group. All ranks of it
+    must make each call, in the same order: see `Collective`.
 
     Args:
         group: An existing torch.distributed process group to use.
@@ -118,7 +120,7 @@ class TorchCollective(Collective):
         return dist.get_rank(self.group)
 
     def group_rank_of(self, rank: int) -> int:
-        """The place of a global `rank` within the group, from 0.
+        """The rank within the group of a global `rank`, from 0.
 
         Raises:
             ConfigurationError: The rank is not in the group.
@@ -126,7 +128,7 @@ class TorchCollective(Collective):
         members = self.members
         if rank not in members:
             raise ConfigurationError(
-                f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."
+                f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}. Write one of them."
             )
         return members.index(rank)
 
@@ -137,27 +139,29 @@ class TorchCollective(Collective):
         return None if checker is None else checker.guard_of(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """`src`'s tensor on every rank, written into `tensor`."""
+        """`src`'s tensor, written into `tensor` on every rank."""
         dist.broadcast(tensor, src, group=self._group)
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on every rank."""
-        one = _Reduction(tensor, op, self.world_size)
-        dist.all_reduce(one.sent, one.engine_op, group=self._group)
-        return one.wait()
+        reduction = _Reduction(tensor, op, self.world_size)
+        dist.all_reduce(reduction.sent, reduction.engine_op, group=self._group)
+        return reduction.wait()
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Start an `all_reduce` and return its request: the result is ready after `.wait()`."""
-        one = _Reduction(tensor, op, self.world_size)
-        one.work = dist.all_reduce(one.sent, one.engine_op, group=self._group, async_op=True)
-        return one
+        reduction = _Reduction(tensor, op, self.world_size)
+        reduction.work = dist.all_reduce(
+            reduction.sent, reduction.engine_op, group=self._group, async_op=True
+        )
+        return reduction
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
-        one = _Reduction(tensor, op, self.world_size)
-        dist.reduce(one.sent, dst, one.engine_op, group=self._group)
-        return one.wait() if self.rank == dst else tensor
+        reduction = _Reduction(tensor, op, self.world_size)
+        dist.reduce(reduction.sent, dst, reduction.engine_op, group=self._group)
+        return reduction.wait() if self.rank == dst else tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
@@ -165,7 +169,7 @@ class TorchCollective(Collective):
         return tensor_list
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """Every rank's 1-D tensor, one after the other in `output`: gives torch's Work, to wait for."""
+        """Start an `all_gather` of 1-D tensors into `output`, in rank order, and return torch's Work."""
         return start_all_gather_flat(output, tensor, self._group)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
@@ -179,16 +183,16 @@ class TorchCollective(Collective):
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
-        r.
+        """The reduction over ranks of entry r of `input_list`, for rank r of the group, written into
+        `output`.
         """
-        one = _Reduction(output, op, self.world_size)
-        parts = [one.to_send(part) for part in input_list]
-        dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
-        return one.wait()
+        reduction = _Reduction(output, op, self.world_size)
+        parts = [reduction.to_send(part) for part in input_list]
+        dist.reduce_scatter(reduction.sent, parts, reduction.engine_op, group=self._group)
+        return reduction.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Write the tensors that each rank has for this one into `output_tensor_list`, and return it."""
+        """Send `input_tensor_list[r]` to rank r of the group; the received tensors are in the result."""
         all_to_all(output_tensor_list, input_tensor_list, self._group)
         return output_tensor_list
 
@@ -209,9 +213,7 @@ class TorchCollective(Collective):
     def broadcast_object_list(
         self, object_list: list[Any], src: int, device: torch.device | None = None
     ) -> list[Any]:
-        """`src`'s picklable objects, written into `object_list`; sent by way of `device`, None: as torch
-        chooses.
-        """
+        """`src`'s picklable objects, written into `object_list`; sent from `device`, None: torch's choice."""
         dist.broadcast_object_list(object_list, src, group=self._group, device=device)
         return object_list
 
@@ -232,20 +234,20 @@ class TorchCollective(Collective):
         return scatter_object_output_list
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait until every rank of the group is here."""
+        """Wait until every rank of the group has called it."""
         dist.barrier(group=self._group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier (gloo only) whose error names the ranks that did not come within `timeout`: all of them
-        with `wait_all_ranks`, else the first.
+        """Barrier (gloo only) whose error names the ranks that are missing after `timeout`: all of them with
+        `wait_all_ranks`, else the first.
         """
         dist.monitored_barrier(group=self._group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
-        """Make torch's default group if there is none. `main_address` and `main_port` are used for this call
-        only. All ranks must call this.
+        """Create torch's default group if there is none. All ranks must call this.
 
-        None: MASTER_ADDR, or 127.0.0.1, and MASTER_PORT. `kwargs` are for `init_group`.
+        `main_address` and `main_port` default to MASTER_ADDR (or 127.0.0.1) and MASTER_PORT, which they do
+        not change. `kwargs` are for `init_group`.
         """
         if self.is_initialized():
             return self
@@ -258,7 +260,7 @@ class TorchCollective(Collective):
         return self
 
     def teardown(self) -> Self:
-        """Take down the group that this object (or `setup`) made."""
+        """Destroy the group that this object (or `setup`) created."""
         if self._group is not None:
             return super().teardown()
         if TorchCollective.manages_default_group and self.is_initialized():
@@ -273,7 +275,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def is_initialized(cls) -> bool:
-        """Whether torch's default group stands."""
+        """Whether torch's default group exists."""
         return dist.is_available() and dist.is_initialized()
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Private names of torch that several folders use, or that `import fabric` loads in any run; each once.
+"""Private names of torch that several folders use, or that every run imports.
 
-`core/test_torch_internals.py` tests each. A file for each folder would load more modules in every run.
+`tests/core/test_torch_internals.py` tests each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODULE_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Attributes of `nn.Module` that a wrapper shares with its module, so that torch treats both alike."""
+"""Attributes of `nn.Module` that a wrapper shares with its module, so that torch treats both equally."""
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running backward pass executes a node of the graph. It raises RuntimeError for a node whose
@@ -68,7 +68,7 @@ def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
             call(lists[0])
         return grouped(lists, *args, **kwargs)
 
-    name = "_group_tensors_by_device_and_dtype"  # typed more narrowly than it is called
+    name = "_group_tensors_by_device_and_dtype"  # setattr: its type annotation is too narrow for mypy
     setattr(clip_grad, name, grouped_after_call)
 
 
@@ -82,7 +82,7 @@ def is_fsdp(module: Any) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
-def goes_on(iteration: Any) -> bool:
+def is_underway(iteration: Any) -> bool:
     """Whether an iteration of a DataLoader has yielded a batch and has more."""
     return bool(0 < iteration._num_yielded < len(iteration))
 

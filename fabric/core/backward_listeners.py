@@ -1,9 +1,10 @@
-"""Backward passes, whoever starts them: `fabric.backward`, a plain `loss.backward()`, one inside another.
-And steps of any optimizer of this process, those that nobody set up among them.
+"""Listeners on every backward pass of this process, nested ones included; on steps of all its optimizers; and
+on torch's gradient clips.
 
-DDP is armed by its forward only, and FSDP2 has no hook for a pass that failed. Both mistake the first
-complete pass inside of another (checkpoints with `use_reentrant=True`) for the whole. torch has no hook for
-this. So `torch.autograd.backward`, which all of them call, is replaced by one that calls the listeners.
+DDP prepares its reducer in forward only, and FSDP2 has no hook for a pass that failed. Both mistake the first
+nested pass that completes (checkpoints with `use_reentrant=True`) for the outermost one. torch has no hook
+for this. Therefore `torch.autograd.backward`, which every pass calls, is replaced by a function that calls
+the listeners.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-# By number: attendants send messages, whose order must be the same on all ranks.
-_attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# By number: listeners run collectives, whose order must be the same on all ranks.
+_backward_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_installed = _sees_clips = False
-_clip_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_backward_patched = _clips_patched = False
+_clip_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _step_hook: Any = None
-"""The handle of the one hook of torch that calls them; None: there are none."""
+"""The handle of torch's hook that calls `_step_listeners`; None: there are no listeners."""
 
 
-def add_backward_listener(attendant: Any) -> None:
-    """Call `attendant` in each pass from now on, in the order of these requests; it is held weakly.
+def add_backward_listener(listener: Any) -> None:
+    """Call `listener` in each pass from now on, in the order of registration; held weakly.
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
-    Its `after_nested_pass()` is called when a pass has ended and the one around it goes on, in their thread.
+    Its `after_nested_pass()` is called after a nested pass, in the thread of that pass.
     """
-    global _installed
-    if not any([known is attendant for known in _attendants.values()]):
-        _attendants[next(_numbers)] = attendant
-    if not _installed:
-        _installed = True
+    global _backward_patched
+    if not any([known is listener for known in _backward_listeners.values()]):
+        _backward_listeners[next(_numbers)] = listener
+    if not _backward_patched:
+        _backward_patched = True
         torch.autograd.backward = _with_listeners(torch.autograd.backward)
 
 
@@ -51,20 +52,21 @@ def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         if backward_pass() != -1:
             backward(*args, **kwargs)
-            for attendant in list(_attendants.values()):
-                attendant.after_nested_pass()
+            for listener in list(_backward_listeners.values()):
+                listener.after_nested_pass()
             return
         run = backward
-        for attendant in list(_attendants.values()):
-            run = functools.partial(attendant.around_pass, run)
+        for listener in list(_backward_listeners.values()):
+            run = functools.partial(listener.around_pass, run)
         run(*args, **kwargs)
 
     return call
 
 
 def add_step_listener(part: Any) -> Callable[[], None]:
-    """Call `part.before_step(optimizer, args, kwargs)` before each step from now on, with its arguments (the
-    optimizer is the first one); it may raise to refuse the step. Held weakly.
+    """Call `part.before_step(optimizer, args, kwargs)` before each step from now on; held weakly.
+
+    `args` begins with the optimizer. The call may raise an error, which prevents the step.
 
     Returns:
         The function that removes it.
@@ -88,8 +90,9 @@ def _remove_step_listener(number: int) -> None:
 
 
 def remove_idle_hook() -> None:
-    """Remove torch's hook if nothing listens to steps. Not when a listener is garbage: torch may be iterating
-    over its hooks then.
+    """Remove torch's hook if there are no step listeners.
+
+    The finaliser of a listener must not call this: torch may be iterating over its hooks at that moment.
     """
     global _step_hook
     if not _step_listeners and _step_hook is not None:
@@ -97,24 +100,25 @@ def remove_idle_hook() -> None:
         _step_hook = None
 
 
-def add_clip_listener(watcher: Any) -> None:
-    """From now on call `watcher.before_clip(gradients)` before torch's own functions clip any; it may raise
-    to refuse it. Held weakly.
+def add_clip_listener(listener: Any) -> None:
+    """Call `listener.before_clip(gradients)` before torch's functions clip gradients, from now on.
+
+    The call may raise an error, which prevents the clip. The listener is held weakly.
     """
-    global _sees_clips
-    _clip_watchers.add(watcher)
-    if not _sees_clips:
-        _sees_clips = True
-        before_clips(_look_at_clip)
+    global _clips_patched
+    _clip_listeners.add(listener)
+    if not _clips_patched:
+        _clips_patched = True
+        before_clips(_before_clip)
 
 
-def _look_at_clip(gradients: list[Any]) -> None:
-    for watcher in list(_clip_watchers):
-        watcher.before_clip(gradients)
+def _before_clip(gradients: list[Any]) -> None:
+    for listener in list(_clip_listeners):
+        listener.before_clip(gradients)
 
 
 def leaves_of(tensors: Iterable[Any]) -> Iterator[Any]:
-    """Yield each leaf of which a backward from these tensors makes gradients."""
+    """Yield each leaf tensor that a backward from these tensors computes a gradient of."""
     nodes, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -127,5 +131,5 @@ def leaves_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """An optimizer's parameters, in its order."""
+    """Return an optimizer's parameters in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]

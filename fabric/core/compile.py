@@ -15,9 +15,9 @@ Verb = TypeVar("Verb", bound="Callable[..., Any]")
 
 
 def eager(verb: Verb) -> Verb:
-    """`verb`, run as plain Python also where a compiled function calls it.
+    """Wrap `verb` so that it runs as plain Python also inside compiled functions.
 
-    As torch.compiler.disable, which would import torch's compiler here and now (seconds) for everybody.
+    `torch.compiler.disable` does the same, but imports torch's compiler at once, which takes seconds.
     """
     disabled: Any = None
 
@@ -36,19 +36,19 @@ def eager(verb: Verb) -> Verb:
 
 
 def is_compiled(obj: object) -> bool:
-    """Whether `obj` is what `torch.compile(module)` gave."""
+    """Whether `obj` is a result of `torch.compile(module)`."""
     # By name: importing the class would load all of dynamo.
     return isinstance(obj, Module) and type(obj).__name__ == "OptimizedModule" and hasattr(obj, "_orig_mod")
 
 
 def uncompiled(module: Any) -> Any:
-    """The module that was given to `torch.compile`, however often; `module` itself where it was not."""
+    """Return the module without any `torch.compile` around it."""
     while is_compiled(module):
         module = module._orig_mod
     return module
 
 
 def recompile(module: Module, like: Any) -> Module:
-    """`module` compiled with the settings of `like`, a result of `torch.compile`."""
+    """Compile `module` with the settings of `like`, a result of `torch.compile`."""
     compiled: Module = like.dynamo_ctx(module)
     return compiled

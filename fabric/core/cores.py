@@ -1,4 +1,4 @@
-"""The number of CPU cores that this process may really use, and its share of them. Imports no torch."""
+"""The number of CPU cores that this process may use, and its share of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """The number of cores, at least 1: the affinity mask, cut by the CPU quota of the cgroup (version 2).
+    """Return the number of cores, at least 1: the affinity mask, limited by the cgroup's CPU quota (v2).
 
     A container with a quota of 1.5 cores on a large host counts 2.
     """
@@ -19,20 +19,21 @@ def usable_cores() -> int:
 def share_cores(local_world_size: int) -> None:
     """Set torch's threads to OMP_NUM_THREADS, else `max(1, usable cores // local ranks)`.
 
-    Not where the user chose a number: a count other than torch's default, which is all processors, all usable
-    ones, or half of either (physical cores). Our own launchers set the variable to the same share.
+    A number that the user chose stays: one that differs from torch's default, which is all processors, all
+    usable ones, or half of either (physical cores). Fabric's launchers set the variable to the same share.
     """
     if local_world_size <= 1:
         return
     import torch
 
-    every, usable, wanted = os.cpu_count() or 1, usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    if torch.get_num_threads() in {every, every // 2, usable, usable // 2}:
-        torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, usable // local_world_size))
+    total, usable, variable = os.cpu_count() or 1, usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if torch.get_num_threads() in {total, total // 2, usable, usable // 2}:
+        torch.set_num_threads(int(variable) if variable.isdigit() else max(1, usable // local_world_size))
 
 
 def cgroup_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """The CPU quota of this process in cores: the least over its cgroup and all above; infinity: no quota.
+    """Return the CPU quota of this process in cores: the minimum over its cgroup and all parents; infinity:
+    no quota.
 
     Source: "CPU Interface Files" in the kernel's cgroup-v2.rst.
     """
@@ -41,7 +42,7 @@ def cgroup_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path
     except OSError:
         return math.inf
     groups = [root / line[3:].strip("/") for line in lines if line.startswith("0::")]
-    # Inside a container the path may be the host's and not exist here; the walk still passes the root.
+    # Inside a container the path may be the host's and not exist; `parents` still contains the root.
     return min([_quota(each) for group in groups for each in (group, *group.parents)], default=math.inf)
 
 

@@ -1,22 +1,22 @@
-"""The one error tree. Every error also derives from the builtin that a user would catch.
+"""The errors of this package. Each also derives from the builtin class that a user would catch.
 
 FabricError
-- ConfigurationError (ValueError): arguments that are wrong, impossible here, or contradict each other
+- ConfigurationError (ValueError): arguments that are wrong, impossible on this machine, or contradictory
 - ArgumentTypeError (TypeError): a value of the wrong kind
 - UsageError (RuntimeError): a call at the wrong time or on the wrong object
 - NoLoggerError (UsageError, IndexError): `fabric.logger` of a Fabric without loggers
-- DamagedCheckpointError (UsageError): a file of a checkpoint is not what was written
+- DamagedCheckpointError (UsageError): a file of a checkpoint is missing or was changed
 - LaunchError (RuntimeError): processes that could not be started or joined
 - RankError (RuntimeError): another rank failed inside a call that all ranks make
-- CollectiveMismatch (RuntimeError, ValueError): ranks called different things, or with different data
+- CollectiveMismatch (RuntimeError, ValueError): ranks called different verbs, or one with different data
 - ReplicasDivergedError (RuntimeError): values that must be equal on ranks are not
 - MissingExtraError (ImportError): an optional package is not installed
-- ContractError (AssertionError): a strategy does not keep what every strategy promises
+- ContractError (AssertionError): a strategy violates the contract of all strategies
 """
 
 
 class FabricError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class ConfigurationError(FabricError, ValueError):
@@ -28,15 +28,15 @@ class ArgumentTypeError(FabricError, TypeError):
 
 
 class UsageError(FabricError, RuntimeError):
-    """A call came at the wrong time or on the wrong object."""
+    """A call at the wrong time or on the wrong object."""
 
 
 class NoLoggerError(UsageError, IndexError):
-    """`fabric.logger` was read, and there is none."""
+    """`fabric.logger` was read, but this Fabric has no logger."""
 
 
 class DamagedCheckpointError(UsageError):
-    """A file of a checkpoint is missing, was cut short or changed, or is something else altogether."""
+    """A file of a checkpoint is missing, truncated, changed, or not part of a checkpoint."""
 
 
 class LaunchError(FabricError, RuntimeError):
@@ -46,24 +46,24 @@ class LaunchError(FabricError, RuntimeError):
     """
 
     exit_code = 1
-    """Of the rank that failed: 128 + n if signal n ended it."""
+    """The exit code of the rank that failed: 128 + n if signal n ended it."""
 
 
 class RankError(FabricError, RuntimeError):
-    """Another rank failed inside a call that all ranks make together."""
+    """Another rank failed inside a call that all ranks make."""
 
 
 class CollectiveMismatch(FabricError, RuntimeError, ValueError):
-    """Ranks made different calls where all must make the same; every rank gets this, with one table."""
+    """Ranks made different calls instead of the same one; every rank raises this, with the same table."""
 
 
 class ReplicasDivergedError(FabricError, RuntimeError):
-    """Ranks hold different values of what must be equal on all of them; all raise this, with one text."""
+    """Values that must be equal on all ranks differ; every rank raises this, with the same text."""
 
 
 class MissingExtraError(FabricError, ImportError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
 
 class ContractError(FabricError, AssertionError):
-    """A strategy does not keep what every strategy promises; raised by `fabric.testing.check_strategy`."""
+    """A strategy violates the contract of all strategies; raised by `fabric.testing.check_strategy`."""

@@ -1,4 +1,4 @@
-"""Packages that an optional part needs: `require` asks whether they are there, `needed` imports one."""
+"""Optional dependencies: `require_packages` checks that they are installed, `import_package` imports one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def require(asked: str, extra: str, *packages: str) -> None:
-    """Raise unless all `packages` are installed: on every rank, also where only rank zero would use them.
+def require_packages(feature: str, extra: str, *packages: str) -> None:
+    """Raise unless all `packages` are installed. For all ranks, even if only rank zero imports them.
 
     Args:
-        asked: What the user wrote that needs them: "WandbLogger".
+        feature: The user's code that needs them: "WandbLogger".
         extra: The extra of `torch-fabric` that installs them.
-        packages: Names as they are imported; they are not imported.
+        packages: Import names; they are not imported.
 
     Raises:
         MissingExtraError: One of them is not installed.
@@ -27,25 +27,25 @@ def require(asked: str, extra: str, *packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise MissingExtraError(
-            f"{asked} needs {' and '.join(missing)}, not installed here. {_remedy(extra)}"
+            f"{feature} needs {' and '.join(missing)}, not installed here. {_remedy(extra)}"
         )
 
 
-def needed(
-    module: str, asked: str, extra: str, package: str | None = None, least: str = "", instead: str = ""
+def import_package(
+    module: str, feature: str, extra: str, package: str | None = None, least: str = "", instead: str = ""
 ) -> ModuleType:
-    """The imported module `module`.
+    """Import and return a module of an optional dependency.
 
     Args:
-        module: What is imported: "horovod.torch".
-        asked: What the user wrote that needs it: 'strategy="horovod"'.
-        extra: The extra of `torch-fabric` that installs it, or a whole command where pip alone cannot.
-        package: The distribution, where it has another name than the module.
-        least: The oldest version that will do, as numbers with dots.
-        instead: What to write where it cannot be installed.
+        module: The module to import: "horovod.torch".
+        feature: The user's code that needs it: 'strategy="horovod"'.
+        extra: The extra of `torch-fabric` that installs it, or a shell command if pip alone cannot.
+        package: The distribution, if its name differs from the module's.
+        least: The oldest supported version, as numbers with dots.
+        instead: An alternative to installing it, for the error.
 
     Raises:
-        MissingExtraError: It is not installed, does not load, or is older than `least`.
+        MissingExtraError: It is not installed, does not import, or is older than `least`.
     """
     package = package or module.partition(".")[0]
     remedy = _remedy(extra, instead)
@@ -53,17 +53,17 @@ def needed(
         found = version(package)
     except PackageNotFoundError:
         raise MissingExtraError(
-            f"{asked} needs the package {package}, which is not installed. {remedy}"
+            f"{feature} needs the package {package}, which is not installed. {remedy}"
         ) from None
     if least and _numbers(found) < _numbers(least):
         raise MissingExtraError(
-            f"{asked} needs {package} {least} or newer, but {found} is installed. {remedy}"
+            f"{feature} needs {package} {least} or newer, but {found} is installed. {remedy}"
         )
     try:
         return import_module(module)
     except (ImportError, OSError) as error:
         raise MissingExtraError(
-            f"{asked} needs {package}, of which {found} is installed and does not load: "
+            f"{feature} needs {package}, of which {found} is installed and does not load: "
             f"{type(error).__name__}: {error}. {remedy}"
         ) from error
 

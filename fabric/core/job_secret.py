@@ -1,7 +1,7 @@
-"""`JobSecret`: the secret of a job, by which its ranks recognise each other. Imports no torch at the top.
+"""`JobSecret`: the key that ranks of a job authenticate each other with. Imports no torch at the top.
 
-A launcher makes it, and ranks inherit it as FABRIC_JOB_SECRET. Where nothing was inherited, ranks agree on
-one through the store of the process group: whoever can connect to that store can read it.
+A launcher creates it, and ranks inherit it as FABRIC_JOB_SECRET. Without that variable ranks agree on one
+through the store of the process group: any process that can connect to the store can read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JobSecret:
         self._value = value
 
     def proof(self, *parts: bytes) -> bytes:
-        """Return 32 bytes that only an owner of the secret can compute from these parts."""
+        """Return 32 bytes that only a process with the secret can compute from these parts."""
         text = b"".join([b"%d:%b" % (len(part), part) for part in parts])
         return hmac.digest(self._value, text, "sha256")
 
@@ -37,14 +37,14 @@ class JobSecret:
         return hmac.digest(self._value, data, "sha256")
 
     def sign(self, key: str, text: str) -> str:
-        """Return `text` with a signature that holds under this key of the store only."""
+        """Return `text` with a signature that is valid for this key of the store only."""
         return f"{self.proof(key.encode(), text.encode()).hex()} {text}"
 
     def verified(self, key: str, data: bytes) -> str | None:
-        """Return the text that `sign` was given; None: a process without the secret wrote `data`."""
-        mark, _, text = data.partition(b" ")
-        right = self.proof(key.encode(), text).hex().encode()
-        return text.decode() if hmac.compare_digest(mark, right) else None
+        """Return the text of `data`, a result of `sign`; None: the signature is invalid."""
+        signature, _, text = data.partition(b" ")
+        expected = self.proof(key.encode(), text).hex().encode()
+        return text.decode() if hmac.compare_digest(signature, expected) else None
 
 
 def new_secret(inherited: Mapping[str, str]) -> str:
@@ -52,8 +52,8 @@ def new_secret(inherited: Mapping[str, str]) -> str:
     return inherited.get(VARIABLE) or secrets.token_hex(32)
 
 
-def take_inherited() -> JobSecret | None:
-    """Remove FABRIC_JOB_SECRET from the environment, which children of this rank inherit; return it."""
+def pop_inherited_secret() -> JobSecret | None:
+    """Return FABRIC_JOB_SECRET, and remove it from the environment that child processes inherit."""
     global _inherited
     if value := os.environ.pop(VARIABLE, ""):
         _inherited = JobSecret(value.encode())
@@ -61,8 +61,8 @@ def take_inherited() -> JobSecret | None:
 
 
 def secret_of(store: Any) -> JobSecret:
-    """Return the inherited secret, or the first one that a rank has put into `store`."""
-    if (inherited := take_inherited()) is not None:
+    """Return the inherited secret, or the first one that a rank wrote to `store`."""
+    if (inherited := pop_inherited_secret()) is not None:
         return inherited
     return JobSecret(bytes(store.compare_set(_KEY, "", secrets.token_hex(32))))
 
@@ -73,7 +73,7 @@ def secret_of_world() -> JobSecret:
 
     world: Any = distributed.group.WORLD if distributed.is_initialized() else None
     if world is None:
-        return take_inherited() or JobSecret(b"no process group")
+        return pop_inherited_secret() or JobSecret(b"no process group")
     if world not in _of_groups:
         _of_groups[world] = secret_of(world.get_group_store())
     return _of_groups[world]

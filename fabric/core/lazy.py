@@ -1,7 +1,7 @@
-"""Lazy names of packages and modules (PEP 562), called once per import of one. Imports no torch.
+"""Lazy names of packages and modules (PEP 562). Imports no torch.
 
-An `__init__` names each export twice: for type checkers (`import X as X`), and in the table of its home.
-Names that only Lightning Fabric has in a module of this path stand in `fabric/core/lightning_names.py`.
+An `__init__` lists each export twice: for type checkers (`import X as X`), and with the module that defines
+it. `core/lightning_names.py` lists names that only Lightning Fabric has in a module of the same path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose public names load on first use. Sets its `__all__`.
+    """Return `__getattr__` and `__dir__` of a package with lazy public names; set its `__all__`.
 
     Args:
         package: The package's `__name__`.
@@ -28,7 +28,7 @@ def lazy_exports(
 
 
 def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a module: names of `homes`, and Lightning Fabric's names, load on first use.
+    """Return `__getattr__` of a module: names of `homes` and of Lightning Fabric load on first use.
 
     Args:
         module: The module's `__name__`.
@@ -46,7 +46,7 @@ def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[
             offers = f"; it offers {', '.join(sorted(homes))}" if homes else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{offers}")
         value = getattr(import_module(home), name)
-        setattr(sys.modules[module], name, value)  # the next access finds it without this function
+        setattr(sys.modules[module], name, value)  # the next access does not call this function
         return value
 
     return load

@@ -1,7 +1,8 @@
-"""Names of Lightning Fabric 2.6 that are defined elsewhere here, or not at all. Loaded at the first of them.
+"""Names of Lightning Fabric 2.6 that another module of this package defines, or that have no counterpart.
 
-A path that only Lightning Fabric has is a file of one or two lines, such as `fabric/strategies/xla.py`. A
-name is added here, and to the table of `tests/test_lightning_names.py`.
+Imported at the first use of such a name. A module that only Lightning Fabric has is a file of one or two
+lines, such as `fabric/strategies/xla.py`. Add a name here and to the table of
+`tests/test_lightning_names.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _HOMES = {
         "CollectibleGroup ProcessGroup _DEVICE _MAP_LOCATION_TYPE _PARAMETERS _PATH _Stateful")},
     "wrappers": {_HELPERS: "_unwrap_compiled"},
 }
-"""Module to homes, each with the names that it defines; "*": all of them."""
+"""Module of Lightning Fabric to our modules, each with the names that it defines; "*": all of them."""
 _INSTEAD = {
     "strategies.fsdp._get_sharded_state_dict_context":
         "A model under fsdp always holds its own shards. Write model.module.state_dict(), which returns "
@@ -75,10 +76,10 @@ _INSTEAD = {
 
 
 def find_home(module: str, name: str) -> str | None:
-    """The module that defines Lightning Fabric's `module.name`; None: no table has it.
+    """Return our module that defines Lightning Fabric's `module.name`; None: the name is not in the table.
 
     Raises:
-        ImportError: It has no counterpart here; the message says what to write.
+        ImportError: It has no counterpart; the message has the alternative.
     """
     if (instead := _INSTEAD.get(f"{module}.{name}")) is not None:
         raise ImportError(f"cannot import name {name!r} from 'fabric.{module}': fabric has none. {instead}")

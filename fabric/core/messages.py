@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def say(text: str) -> None:
-    """Write `fabric: text` and its newline in one piece: lines of several ranks stay lines."""
+def print_line(text: str) -> None:
+    """Write `fabric: text` and a newline in one call, so that lines of several ranks do not mix."""
     sys.stderr.write(f"fabric: {text}\n")
     sys.stderr.flush()

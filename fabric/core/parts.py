@@ -1,8 +1,8 @@
-"""`Part`: the one interface by which a capability takes part in what a strategy does.
+"""`Part`: the interface by which a capability hooks into a strategy.
 
-A strategy is a list of parts: its layout, its precision, what its arguments add (`ContextParallel`), and what
-slices add where there are several ranks (`PARTS` in core/slices.py). It calls a method only of the parts that
-override it, so a capability that is not used costs nothing. Parts are called in the order of that list.
+A strategy is a list of parts: its layout, its precision, those of its arguments (`ContextParallel`), and with
+several ranks those of slices (`PARTS` in core/slices.py). It calls a method only of the parts that override
+it, so an unused capability costs nothing. Parts are called in the order of that list.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """One capability of a strategy. Each method does nothing here; override what the capability needs.
+    """One capability of a strategy. The methods of this base do nothing; override those that you need.
 
-    The first group is called by every strategy, and follows a job from its arguments to its end. The second
-    group is called by torch in this process: `core/backward_listeners.py` registers a part for it.
+    Strategies call the methods up to `teardown`, in the order of a job. The methods after it are called by
+    torch in this process: `core/backward_listeners.py` registers a part for them.
     """
 
     name = ""
-    """By which `strategy.find_part(name)` finds it."""
+    """The argument of `strategy.find_part(name)`."""
 
     def resolve(self, plan: Any) -> None:
         """Check the resolved arguments of `Fabric` (`plan`, a `Plan`) before ranks start.
@@ -38,23 +38,21 @@ class Part:
         """
 
     def join(self, strategy: Any) -> None:
-        """Make groups, connections and threads: this process has its rank, and the process group exists. All
-        ranks must call this.
-        """
+        """Create groups, connections and threads, once the process group exists. All ranks must call this."""
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
-        """(which share of the data this rank reads, of how many); None: this part does not decide it."""
+        """(index of the data shard of this rank, number of shards); None: not decided by this part."""
         return None
 
     @property
     def data_group(self) -> Any | None:
-        """The process group of ranks that read different data; None: this part does not decide it."""
+        """The process group of ranks that read different data; None: not decided by this part."""
         return None
 
     def setup(self, module: Module, wrap: Callable[[Module], Module]) -> Module:
-        """Wrap a module by calling `wrap`, and do before and after it what this part needs. All ranks must
-        call this.
+        """Return `wrap(module)`, the layout's wrapper, with this part's work before and after it. All ranks
+        must call this.
         """
         return wrap(module)
 
@@ -70,9 +68,9 @@ class Part:
         this.
 
         Args:
-            model: None where optimizers were set up alone.
-            optimizers: Those that were set up with it.
-            replicated: Whether all ranks hold the same values of them.
+            model: None if optimizers were set up alone.
+            optimizers: Those that were set up in the same call.
+            replicated: Whether their values are equal on all ranks.
             rank_local: Names of the model's buffers that each rank keeps for itself.
         """
 
@@ -80,59 +78,59 @@ class Part:
         """Register a copy of a model that was set up, made by `copy.deepcopy` or unpickling."""
 
     def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
-        """Note the limits that `fabric.clip_gradients` is called with."""
+        """Record the limits of a call of `fabric.clip_gradients`."""
 
     def normalizing(self) -> None:
-        """Note that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
+        """Record that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Run before the first step of an optimizer, set up or not, all of whose parameters are averaged."""
+        """Run before an optimizer's first step, if all of its parameters are averaged; also without setup."""
 
     def synchronised(self, modules: Iterable[Module], only: list[Tensor] | None = None) -> None:
-        """Run once gradients of these modules of the user are synchronised: after the backward, under FSDP at
-        the step after it, under local SGD after a round.
+        """Run after gradients of these user modules were synchronised: after the backward, under FSDP at the
+        next step, under local SGD after a round.
 
-        `only`: the parameters that it synchronised; None: all. All ranks must call this.
+        `only`: the parameters that were synchronised; None: all. All ranks must call this.
         """
 
     def epoch_begun(self) -> Any:
-        """Return what `epoch_ended` needs of the moment in which a set-up loader begins an epoch."""
+        """Return the state at the begin of an epoch of a set-up loader, for `epoch_ended`."""
 
     def epoch_ended(self, begun: Any) -> None:
-        """Run at the end of an epoch; `begun` is what `epoch_begun` returned. All ranks must call this."""
+        """Run at the end of an epoch; `begun` is the result of `epoch_begun`. All ranks must call this."""
 
     def saving(self) -> None:
         """Run before values are written to a checkpoint. All ranks must call this."""
 
     def facts(self) -> bytes:
-        """Return 16 bytes that the call check of each verb compares between ranks, beside the call."""
+        """Return 16 bytes that the call check of each verb compares between ranks, with the call."""
         return b""
 
     def differ(self, channel: Any) -> None:
-        """Raise an error that explains why `facts` differ, or return if the difference means nothing. All
-        ranks of the channel must call this.
+        """Raise an error that explains why `facts` differ, or return if the difference is harmless. All ranks
+        of the channel must call this.
         """
 
     def failed(self, error: Exception, doing: str) -> None:
-        """Raise a better error in place of `error`, which torch raised in `doing`, if this part knows one."""
+        """Raise a clearer error in place of `error`, which torch raised in `doing`, if this part has one."""
 
     def teardown(self) -> None:
         """Release what this part holds: groups, threads, files."""
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run an outermost backward pass, `run(tensors, *args, **kwargs)`; a plain `loss.backward()`, too."""
+        """Run an outermost backward pass, also a plain `loss.backward()`: `run(tensors, *args, **kwargs)`."""
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
-        """Run when a backward pass inside of another has ended."""
+        """Run after a nested backward pass."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Run before a step of any optimizer of this process, with its `args` and `kwargs`; raise to refuse
-        it.
+        """Run before a step, with its `args` and `kwargs`, of any optimizer of this process; an error
+        prevents it.
         """
 
     def before_clip(self, gradients: list[Tensor]) -> None:
-        """Run before torch's own functions clip gradients; raise to refuse it."""
+        """Run before torch's functions clip gradients; an error prevents the clip."""
 
 
 HOOKS = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
@@ -140,7 +138,7 @@ HOOKS = [name for name, value in vars(Part).items() if callable(value) and not n
 
 
 def hooks_of(parts: Iterable[Any]) -> dict[str, list[Callable[..., Any]]]:
-    """Return, by the name of each hook, the methods of the parts that override it, in order."""
+    """Return for each hook's name the methods of the parts that override it, in order."""
     found: dict[str, list[Callable[..., Any]]] = {name: [] for name in HOOKS}
     for part in parts:
         for name in HOOKS:
@@ -150,7 +148,7 @@ def hooks_of(parts: Iterable[Any]) -> dict[str, list[Callable[..., Any]]]:
 
 
 def composed(calls: list[Callable[..., Any]]) -> Callable[..., None] | None:
-    """Return one function that makes all calls; None: there are none."""
+    """Return one function that runs all `calls`; None: `calls` is empty."""
     if len(calls) < 2:
         return calls[0] if calls else None
 
@@ -162,10 +160,10 @@ def composed(calls: list[Callable[..., Any]]) -> Callable[..., None] | None:
 
 
 class JoinedFacts:
-    """The facts of several parts as those of one.
+    """Facts of several parts, joined for the call check.
 
     Args:
-        parts: Those that override `facts`.
+        parts: Parts that override `facts`.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -173,13 +171,13 @@ class JoinedFacts:
         self._explaining = False
 
     def facts(self) -> bytes:
-        """Return a digest of the facts of all parts; while they explain a difference, zeros."""
-        if self._explaining:  # parts exchange messages for this, whose facts must not differ again
+        """Return a digest of the facts of all parts; zeros while `differ` runs."""
+        if self._explaining:  # parts exchange messages in `differ`, which must not fail the check again
             return bytes(16)
         return blake2b(b"".join([part.facts() for part in self._parts]), digest_size=16).digest()
 
     def differ(self, channel: Any) -> None:
-        """Let each part explain. All ranks of the channel must call this."""
+        """Call `differ` of each part. All ranks of the channel must call this."""
         self._explaining = True
         try:
             for part in self._parts:

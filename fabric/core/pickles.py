@@ -1,7 +1,4 @@
-"""The place in an object that does not pickle, for errors of collectives, checkpoints and launchers.
-
-Imports no torch.
-"""
+"""The path of the part of an object that does not pickle, for error messages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from fabric.core.tree import children, is_node, step_to
 
 
 def pickling_error(error: BaseException, obj: Any, name: str) -> str:
-    """The text of a pickling error with the path to the part that is refused: `..., at cfg['model'].lock`."""
+    """Return the text of a pickling error with the path of the part that failed: `..., at cfg['a'].lock`."""
     text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])  # Python 3.14
     path, seen = name, {id(obj)}
-    while len(path) < 200 and (deeper := _refused_part(obj, seen)):
-        path, obj = path + deeper[0], deeper[1]
+    while len(path) < 200 and (part := _unpicklable_part(obj, seen)):
+        path, obj = path + part[0], part[1]
     return text if path == name else f"{text}, at {path}"
 
 
-def _refused_part(obj: Any, seen: set[int]) -> tuple[str, Any] | None:
+def _unpicklable_part(obj: Any, seen: set[int]) -> tuple[str, Any] | None:
     for step, child in _parts(obj):
         if id(child) not in seen:
             seen.add(id(child))
@@ -37,7 +34,7 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
         return [(step_to(obj, key), child) for key, child in children(obj)]
     try:
         state = obj.__getstate__() if hasattr(obj, "__getstate__") else vars(obj)
-    except Exception:  # the user's own, or an object without attributes
+    except Exception:  # from the user's __getstate__, or an object without attributes
         return []
-    some = state if isinstance(state, tuple) else (state,)  # of __dict__, of __slots__
-    return [(f".{key}", child) for held in some if isinstance(held, dict) for key, child in held.items()]
+    states = state if isinstance(state, tuple) else (state,)  # of __dict__ and of __slots__
+    return [(f".{key}", child) for each in states if isinstance(each, dict) for key, child in each.items()]

@@ -1,4 +1,4 @@
-"""The meaning of precision strings, parsed once for every strategy. The README's table is this table."""
+"""Precision names and their dtypes, for all strategies. precision/README.md has the same table."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,14 +11,14 @@ from fabric.core.registry import unknown_name_message
 PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 PrecisionInput = (
     Literal[64, 32, 16] | Literal["64", "32", "16", "bf16"] | PrecisionName
-)  # what a user may write
+)  # valid values of Fabric(precision=)
 
 _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True, slots=True)
 class DtypePolicy:
-    """Which dtype each part of a training step has. `None` means "left as it is"."""
+    """Dtypes of the parts of a training step. `None` means "unchanged"."""
 
     name: PrecisionName
     param: torch.dtype | None
@@ -30,9 +30,9 @@ class DtypePolicy:
     output: torch.dtype | None
     """Floating-point outputs of `forward`; None: as computed."""
     autocast: bool = False
-    """`compute` comes from torch.autocast, not from the parameters."""
+    """Whether torch.autocast casts to `compute`; otherwise it is the parameters' dtype."""
     loss_scale: bool = False
-    """Small gradients need a GradScaler."""
+    """Whether a GradScaler scales the loss."""
 
 
 _F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -45,11 +45,11 @@ POLICIES: dict[str, DtypePolicy] = {
     "16-mixed": DtypePolicy("16-mixed", None, _F16, _F32, _F32, autocast=True, loss_scale=True),
     "bf16-mixed": DtypePolicy("bf16-mixed", None, _BF16, _F32, _F32, autocast=True),
 }
-"""Every precision by name. Where `output` says float32, it is `torch.get_default_dtype()` at call time."""
+"""Every precision by name. `output` float32 means `torch.get_default_dtype()` at call time."""
 
 
 def find_policy(value: object) -> DtypePolicy | None:
-    """The policy behind what a user wrote as `precision=`; None: it names none."""
+    """Return the policy for a value of `precision=`; None: unknown."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return None
     name = str(value)
@@ -57,10 +57,10 @@ def find_policy(value: object) -> DtypePolicy | None:
 
 
 def parse_precision(value: object) -> DtypePolicy:
-    """The policy behind what a user wrote as `precision=`.
+    """Return the policy for a value of `precision=`.
 
     Raises:
-        ConfigurationError: The value names no precision; the message shows close names.
+        ConfigurationError: The value is unknown; the message has similar names.
     """
     policy = find_policy(value)
     if policy is not None:

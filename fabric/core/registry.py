@@ -1,4 +1,4 @@
-"""Names to factories: one registry class for strategies, accelerators, precisions and environments."""
+"""`Registry`: names to factories, of strategies, accelerators, precisions and environments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One registered name: what makes the object, with which keywords, and a line for people."""
+    """One registered name: a factory, its keyword arguments, and a description."""
 
     factory: Callable[..., Any] | str
     description: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def load(self) -> Callable[..., Any]:
-        """The factory itself, imported now where it was registered as "module:name"."""
+        """Return the factory; import it if it was registered as "module:name"."""
         if not isinstance(self.factory, str):
             return self.factory
         module, _, name = self.factory.partition(":")
@@ -33,10 +33,10 @@ class Entry:
 
 
 class Registry:
-    """A table of names. Third parties add theirs with `register` or with an entry point of `group`.
+    """A table of names. Other packages add theirs with `register` or with an entry point of `group`.
 
     Args:
-        kind: What is registered, as error messages call it ("strategy").
+        kind: The kind of registered object, for error messages ("strategy").
         group: Entry-point group that other distributions use, for example "fabric.strategies". An entry point
             loads to a factory (a class or function); its name is the registered name.
     """
@@ -55,8 +55,8 @@ class Registry:
         override: bool = False,
         **defaults: Any,
     ) -> None:
-        """Add a name. `factory` makes the object, or is "module:name" of it; `defaults` are its keywords,
-        `description` is a line for people.
+        """Add a name. `factory` creates the object, or is its "module:name"; `defaults` are its keyword
+        arguments, `description` is one line of text.
 
         Raises:
             ConfigurationError: The name is taken and `override` is False.
@@ -69,10 +69,10 @@ class Registry:
         self._entries[name] = Entry(factory, description, dict(defaults))
 
     def get(self, name: str, **overrides: Any) -> Any:
-        """A new object for `name`; `overrides` win over the registered keywords.
+        """Return a new object for `name`; `overrides` replace registered keyword arguments.
 
         Raises:
-            ConfigurationError: Nothing is registered under `name`; the message shows close names.
+            ConfigurationError: `name` is unknown; the message has similar names.
         """
         entry = self.entry(name)
         return entry.load()(**{**entry.defaults, **overrides})
@@ -88,7 +88,7 @@ class Registry:
         return self._entries[name]
 
     def remove(self, name: str) -> None:
-        """Forget a name.
+        """Remove a name.
 
         Raises:
             ConfigurationError: As for `get`.
@@ -97,7 +97,7 @@ class Registry:
         del self._entries[name]
 
     def names(self) -> list[str]:
-        """All names, sorted, those of third parties included."""
+        """Return all names, sorted, including those of entry points."""
         self._load_entry_points()
         return sorted(self._entries)
 
@@ -123,7 +123,7 @@ class Registry:
         self._loaded = True
         for point in entry_points(group=self.group):
             if point.name not in self._entries:
-                # Imported when it is asked for by name: one broken distribution must not break all others.
+                # Imported at its first use: one broken distribution must not break all others.
                 self.register(point.name, f"{point.module}:{point.attr}", f"from {point.value}")
 
 
@@ -143,11 +143,11 @@ _INSTEAD = {
         "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))": "diloco",
     },
 }
-"""What to write for names that other libraries have."""
+"""Our equivalents of names of other libraries."""
 
 
 def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
-    """The error text for an unknown name: the close ones first, then all of them."""
+    """Return the error text for an unknown name: similar names first, then all of them."""
     hint = did_you_mean(given, known)
     for instead, names in _INSTEAD.get(kind, {}).items():
         hint = f" Write {kind}={instead}." if str(given).lower() in names.split() else hint
@@ -155,6 +155,6 @@ def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """A further sentence that asks about up to three names of `known` close to `given`; else ""."""
+    """Return a sentence with up to three names of `known` that are similar to `given`; else ""."""
     close = get_close_matches(str(given).lower(), known, n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""Slices: optional capabilities in folders that can be deleted. The kernel names them here, as strings."""
+"""Slices: optional capabilities in folders that can be deleted. Only this table names their modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLICES = {
     "streams": "fabric.data.iterable.stream_source",
     "watchdog": "fabric.guard.watchdog",
 }
-"""Names to the modules that the kernel calls."""
+"""Slice names to the modules that other folders call."""
 
 PARTS = ("watchdog", "replicas")
 """Slices with a `make_part(strategy)`: the parts that a strategy of several ranks has at launch, in order."""
@@ -46,10 +46,10 @@ def find_slice(name: str) -> Any | None:
 
 @cache
 def _exists(path: str) -> bool:
-    """Whether there is such a module; verbs ask for the call check each time."""
+    """Whether a module exists; cached, because every verb looks for the call check."""
     try:
         return find_spec(path) is not None
-    except ModuleNotFoundError:  # of the folder
+    except ModuleNotFoundError:  # its package was deleted, too
         return False
 
 
@@ -61,9 +61,9 @@ def use_slice(name: str) -> Any:
     """
     module = find_slice(name)
     if module is None:
-        place = SLICES[name].rpartition(".")[0].replace(".", "/")
+        folder = SLICES[name].rpartition(".")[0].replace(".", "/")
         raise ConfigurationError(
-            f"This needs {place}/, which was deleted from this copy of the package. Install "
+            f"This needs {folder}/, which was deleted from this copy of the package. Install "
             "torch-fabric anew, or leave the call out."
         )
     return module

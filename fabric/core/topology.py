@@ -1,4 +1,4 @@
-"""The place of this process among all processes. Made once per process, read everywhere."""
+"""`Topology`: ranks, sizes and device of this process. Created once per process."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of this process: its ranks, the sizes of world and node, and its device."""
+    """Ranks of this process, sizes of world and node, and the device."""
 
     rank: int = 0
-    """Among the ranks of the strategy: those of its process group, or all."""
+    """The rank in the strategy's process group, or in the job."""
     local_rank: int = 0
     node_rank: int = 0
     world_size: int = 1
@@ -18,16 +18,16 @@ class Topology:
     num_nodes: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
     job: tuple[int, int] | None = None
-    """(rank, world size) in the job; None: the same, since the strategy has all ranks."""
+    """(rank, world size) in the job, if the strategy has a process group of fewer ranks; else None."""
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process is the first rank of the strategy: of the whole job, or of its group."""
+        """Whether this process is the first rank of the job, or of the strategy's process group."""
         return self.rank == 0
 
     @property
     def job_rank(self) -> int:
-        """The rank of this process among all."""
+        """The rank of this process in the job."""
         return self.rank if self.job is None else self.job[0]
 
     @property

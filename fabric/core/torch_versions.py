@@ -1,4 +1,4 @@
-"""Differences between versions of torch, in this file alone. Imports no torch."""
+"""All code that depends on the version of torch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")  # DDP's, and fr
 
 
 def torch_version() -> str | None:
-    """The version of the torch that is imported, or would be; None: there is none, or it has no version."""
+    """Return the version of the installed torch, also before its import; None: unknown or not installed."""
     torch = sys.modules.get("torch")
     spec = find_spec("torch") if torch is None else None
     if spec is None or spec.origin is None:
@@ -32,38 +32,38 @@ def older_than(version: str) -> bool:
     return [*map(int, numbers[0])] < [*map(int, numbers[1])]
 
 
-def refuse_before(version: str, given: str, instead: str) -> None:
-    """Raise MissingExtraError if torch is older than the version that can do what was given."""
+def require_torch(version: str, feature: str, instead: str) -> None:
+    """Raise MissingExtraError if torch is older than `version`, which `feature` needs."""
     if older_than(version):
         why = f"needs torch {version} or newer, but {torch_version()} is installed"
-        raise MissingExtraError(f"{given} {why}. {instead}")
+        raise MissingExtraError(f"{feature} {why}. {instead}")
 
 
 def check_floor() -> None:
-    """Raise MissingExtraError if torch is older than FLOOR; before torch is imported, which may fail."""
-    refuse_before(FLOOR, "fabric", f'Run `pip install "torch>={FLOOR}"`.')
+    """Raise MissingExtraError if torch is older than FLOOR; call it before torch is imported."""
+    require_torch(FLOOR, "fabric", f'Run `pip install "torch>={FLOOR}"`.')
 
 
 def buffers_off(ddp: Any) -> dict[str, bool]:
-    """The keyword by which DDP broadcasts no buffers."""
+    """Return the keyword argument that turns DDP's buffer broadcast off."""
     return {BUFFER_KEYWORDS[BUFFER_KEYWORDS[1] in ddp.__init__.__code__.co_varnames]: False}
 
 
 @contextmanager
 def collectives_recorded() -> Any:
-    """Context in which a process group is made: torch 2.9 records its collectives only if asked to."""
+    """Context to create a process group in, so that its flight recorder is on also in torch 2.9 and 2.10."""
     name = "TORCH_FR_BUFFER_SIZE"
-    asked = {name: "2000"} if older_than("2.11") and name not in os.environ else {}
-    os.environ.update(asked)
+    variables = {name: "2000"} if older_than("2.11") and name not in os.environ else {}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in asked:
+        for name in variables:
             del os.environ[name]
 
 
 def start_all_gather_flat(output: Any, tensor: Any, group: Any) -> Any:
-    """Start an all-gather into one tensor; gives torch's Work. torch 2.13 renamed the function."""
+    """Start an all-gather into one tensor and return its Work. torch 2.13 renamed the function."""
     import torch.distributed as dist
 
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -71,7 +71,7 @@ def start_all_gather_flat(output: Any, tensor: Any, group: Any) -> Any:
 
 
 def all_to_all(outputs: list[Any], inputs: list[Any], group: Any) -> None:
-    """`torch.distributed.all_to_all`, which gloo lacks before torch 2.12: there in one tensor of bytes."""
+    """Run `torch.distributed.all_to_all`; gloo lacks it before torch 2.12, and sends one tensor of bytes."""
     import torch
     import torch.distributed as dist
 
@@ -87,18 +87,18 @@ def all_to_all(outputs: list[Any], inputs: list[Any], group: Any) -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """FSDP2's groups of parameters of a module; older versions have one at most."""
+    """Return FSDP2's parameter groups of a module; older versions of torch have at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (state._fsdp_param_group,) if group] if groups is None else [*groups]
 
 
 @contextmanager
 def states_hidden(state: Any, hide: Any) -> Any:
-    """Context in which FSDP2's search for the modules below a root leaves some of their states out."""
+    """Context in which FSDP2's search for modules below a root skips states with `hide(state)`."""
     old, name = "_get_module_fsdp_state", "_get_state_for_module"
     owner, name = (state, name) if hasattr(state, name) else (sys.modules[type(state).__module__], old)
     find = getattr(owner, name)
-    vars(owner)[name] = lambda module: None if (held := find(module)) is None or hide(held) else held
+    vars(owner)[name] = lambda module: None if (found := find(module)) is None or hide(found) else found
     try:
         yield
     finally:
@@ -106,28 +106,28 @@ def states_hidden(state: Any, hide: Any) -> Any:
         vars(owner).update({} if owner is state else {name: find})
 
 
-def gather_again(state: Any) -> None:
-    """Gather a module that a backward computes again, if an inner one has freed it. torch 2.11 does it."""
+def unshard_again(state: Any) -> None:
+    """Unshard a module that a backward recomputes, if a nested backward resharded it. torch 2.11 does so."""
     for group in () if hasattr(state, "_cast_forward_inputs") else groups_of(state):
         group.unshard()
         group.wait_for_unshard()
 
 
-def keep_arguments(group: Any, differentiable: Any) -> None:
-    """Let FSDP2 pass lists and dicts without gradients on as they are. torch 2.9 passes copies on."""
+def preserve_arguments(group: Any, differentiable: Any) -> None:
+    """Make FSDP2 pass lists and dicts without gradients to forward itself. torch 2.9 passes copies."""
     register = group._register_post_backward_hook
 
-    def kept(args: Any, kwargs: Any) -> Any:
+    def register_without_copies(args: Any, kwargs: Any) -> Any:
         new, named = register(args, kwargs)
         new = tuple([n if differentiable(old) else old for n, old in zip(new, args, strict=True)])
         return new, {key: named[key] if differentiable(old) else old for key, old in kwargs.items()}
 
     if older_than("2.12"):
-        group._register_post_backward_hook = kept
+        group._register_post_backward_hook = register_without_copies
 
 
 def reset_iteration(root: Any) -> None:
-    """Forget a forward or backward that failed, and shard all groups again. torch has it from 2.13 on."""
+    """Reset FSDP2's state after a failed forward or backward, and reshard. torch 2.13 has this itself."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -143,7 +143,7 @@ def reset_iteration(root: Any) -> None:
     for inner in context.all_states:
         inner._modules_to_run_forward.clear()
         inner._training_state = type(inner._training_state).IDLE
-    shared.all_gather_state = shared.reduce_scatter_state = None  # of which a later one has a list
+    shared.all_gather_state = shared.reduce_scatter_state = None  # newer versions have lists of them
     getattr(shared, "reduce_scatter_states", []).clear()
     shared.post_forward_order.clear()
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False

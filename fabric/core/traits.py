@@ -1,6 +1,6 @@
-"""Requirements of a strategy on its callers, as a value: `Fabric` and `resolve` never ask for a class.
+"""`Traits`: properties of a strategy that `Fabric` and `resolve` read instead of testing for its class.
 
-Also the methods of its base that a user's class overrides, which are looked up once, at setup.
+Also `overridden`: which methods of a base class a user's class overrides, looked up once, at setup.
 """
 
 from dataclasses import dataclass
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Facts that must be known without calling the strategy. Empty tuples mean "any"."""
+    """Properties of a strategy. Empty tuples mean "any"."""
 
     needs_launch: bool = False
     """Collectives work only after `fabric.launch()`."""
     late_optimizers: bool = False
-    """Optimizers must be made after `setup_module`, from the parameters that the model has then."""
+    """Optimizers must be created after `setup_module`, which replaces the model's parameters."""
     owns_backward: bool = False
-    """`loss.backward()` is wrong: only `fabric.backward(loss)` gives right gradients."""
+    """`loss.backward()` gives wrong gradients: the loop must call `fabric.backward(loss)`."""
     data_parallel: bool = False
-    """Each rank sees its own part of the data."""
-    steps_apart: bool = False
-    """Each rank steps by its own gradients: what is not linear in them (clipping) differs from one rank's."""
+    """Each rank reads a different part of the data."""
+    steps_locally: bool = False
+    """Each rank steps with its local gradients: functions that are not linear in them (clipping) differ from
+    one process."""
     one_process_per_node: bool = False
-    """A rank is a machine, and holds all of its devices; else each device has a rank of its own."""
+    """A rank is a machine and uses all of its devices; otherwise there is one rank per device."""
     splits_parameters: bool = False
-    """A rank holds shards of parameters: states of models are gathered, and gradients may be elsewhere."""
+    """A rank holds shards of parameters: state dicts are gathered, and gradients may be on other ranks."""
     splits_optimizers: bool = False
     """A rank holds shards of optimizer states, which are gathered for a full state."""
     places_models: bool = False
-    """Setup brings modules to the device, module by module; else they are moved there before it."""
-    fills_meta: bool = False
-    """Setup gives values to parameters on the meta device."""
+    """Setup moves modules to the device one by one; otherwise `Fabric` moves the model before it."""
+    initialises_meta: bool = False
+    """Setup initialises parameters on the meta device."""
     replicates: tuple[str, ...] = ("parameters", "buffers", "states")
-    """Which tensors all ranks hold with equal values between steps, of those that are no DTensors."""
+    """Kinds of tensors (other than DTensors) that have equal values on all ranks between steps."""
     lockstep: bool = True
     """All ranks make each backward and each step. Not under local SGD and Horovod's `join()`."""
     accelerators: tuple[str, ...] = ()
@@ -39,10 +40,10 @@ class Traits:
     precisions: tuple[str, ...] = ()
     """Precision names that this strategy can apply."""
     precisions_why: str = ""
-    """What it is about the others."""
+    """Reason why others are not supported, for the error."""
 
     def processes(self, devices: int) -> int:
-        """Return the number of processes of a machine: one for each device, unless one holds them all."""
+        """Return the number of processes per machine: one per device, or one for all devices."""
         return devices if self.needs_launch and not self.one_process_per_node else 1
 
 

@@ -1,4 +1,4 @@
-"""Nested data as a flat list of leaves and a spec: dict, list, tuple, namedtuple, dataclass.
+"""Flatten nestings of dict, list, tuple, namedtuple and dataclass to a list of leaves and a spec.
 
 Used by collectives, data transfer and dtype conversion. Sets, strings, tensors and other objects are leaves.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Spec(NamedTuple):
-    """The shape of a tree without its leaves. `kind` is None for a leaf. Compares and pickles by value.
+    """Structure of a tree without its leaves. `kind` is None for a leaf. Compares and pickles by value.
 
     A constant has its type as `kind` and its value as the only key: see `flatten`.
     """
@@ -26,27 +26,29 @@ class Spec(NamedTuple):
 
 LEAF = Spec(None, (), ())
 CONSTANTS = (str, bytes, type(None))
-"""Types of leaves that are part of a tree's shape where tensors are expected."""
+"""Types of values that belong to a tree's structure in calls that expect tensors."""
 _CONTAINERS = (dict, list, tuple)  # tuples of types: torch.compile cannot trace `dict | list`
 _SEQUENCES = (list, tuple)
 
 
 def flatten(tree: Any, constants: tuple[type, ...] = ()) -> tuple[list[Any], Spec]:
-    """The leaves of `tree` in order (dict entries in insertion order) and what `unflatten` needs.
+    """Return the leaves of `tree` in order (dict entries in insertion order) and the spec for `unflatten`.
 
-    Values in containers whose type is one of `constants` are kept in the spec, and are not leaves.
+    Values in containers whose type is one of `constants` are part of the spec, and are not leaves.
     """
     leaves: list[Any] = []
     return leaves, _flatten_into(tree, leaves, constants)
 
 
 def unflatten(leaves: list[Any], spec: Spec, like: Any = None) -> Any:
-    """A new tree of the same types with `leaves` in place; `like`, the original, lends their attributes."""
+    """Return a new tree of the same types with these leaves; containers copy attributes of `like`, the
+    original.
+    """
     return _build(iter(leaves), spec, like)
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to every leaf; a tree that is one leaf costs one call."""
+    """Return `tree` with `function` applied to every leaf; a tree of one leaf costs one call."""
     if not is_node(tree):
         return function(tree)
     leaves, spec = flatten(tree)
@@ -59,7 +61,7 @@ def is_node(tree: Any) -> bool:
 
 
 def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with the path that a person would write to reach it: `.blocks[3].weight`, `['a'][0]`."""
+    """Yield every leaf with its path as an expression: `.blocks[3].weight`, `['a'][0]`."""
     if not is_node(tree):
         yield path, tree
         return
@@ -73,7 +75,7 @@ def step_to(tree: Any, key: Any) -> str:
 
 
 def children(tree: Any) -> list[tuple[Any, Any]]:
-    """The children of a node, each with its key, index or name."""
+    """Return the children of a node, each with its key, index or name."""
     if isinstance(tree, dict):
         return list(tree.items())
     if isinstance(tree, _SEQUENCES):
@@ -82,7 +84,7 @@ def children(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _flatten_into(tree: Any, leaves: list[Any], constants: tuple[type, ...]) -> Spec:
-    # One call per container, none per leaf: verbs must not cost frames for every tensor of a large tree.
+    # One Python call per container, none per leaf: large trees would cost a call per tensor.
     if isinstance(tree, dict):
         keys, children = tuple(tree), list(tree.values())
     elif isinstance(tree, _SEQUENCES):
@@ -95,7 +97,7 @@ def _flatten_into(tree: Any, leaves: list[Any], constants: tuple[type, ...]) -> 
         return LEAF
     specs, known = [], None
     for child in children:
-        kind = type(child)  # leaves side by side are mostly of one type
+        kind = type(child)  # neighbouring leaves mostly have one type
         if kind is known:
             leaves.append(child)
             specs.append(LEAF)
@@ -132,9 +134,9 @@ def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
 
 
 def _old_children(spec: Spec, like: Any) -> Any:
-    """Return the old children at the positions of the new ones.
+    """Return the children of `like` at the positions of the new ones.
 
-    From them dataclasses and defaultdicts are copied, for the attributes that a spec cannot hold.
+    Dataclasses and defaultdicts are copied from them, with the attributes that a spec does not hold.
     """
     if like is None:
         return (None,) * len(spec.children)
@@ -159,7 +161,7 @@ def _build_tuple(kind: type, values: list[Any], like: Any) -> Any:
 
 
 def _refill(kind: Any, items: list[tuple[Any, Any]], like: Any) -> Any:
-    """A container of a user's class. Its constructor is not called: only the user knows what it takes."""
+    """Return a container of a user's class. Its constructor, whose arguments are unknown, is not called."""
     if type(like) is kind and len(like) == len(items):  # flattened from it, so its keys are these keys
         made = copy(like)  # keeps attributes, default_factory and the like
     else:

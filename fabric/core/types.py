@@ -1,4 +1,4 @@
-"""Shapes of objects that come from users: protocols and aliases, nothing that runs."""
+"""Protocols and type aliases for objects of users."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ class Optimizable(Steppable, Protocol):
 
 
 ReduceOp = torch.distributed.ReduceOp if torch.distributed.is_available() else object
-"""torch's reduce operation, where torch was built with distributed."""
+"""torch's reduce operation, if torch was built with distributed."""

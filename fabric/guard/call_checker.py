@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.job_secret import VARIABLE
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.guard._torch import group_timeout
 from fabric.guard.control_connections import (
     PATIENCE,
@@ -336,7 +336,7 @@ class CallChecker:
         return heard
 
     def _row(self, call: CallSignature) -> RankReport:
-        return RankReport(self.waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
+        return RankReport(self.waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_line())
 
     def _failure(self, call: CallSignature, error: Exception, point: StoreBarrier | ControlRound) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
@@ -357,7 +357,7 @@ class CallChecker:
         gone = {rank for rank, one in rows.items() if one.verb in (LEFT, SILENT)}
         ended = [str(rank) for rank in self.members if rank in gone or rank == lost]
         missing = [str(rank) for rank in sorted(away - {waits.rank})]
-        text = f"{call.verb} at {user_place()} failed on rank {waits.rank}: "
+        text = f"{call.verb} at {user_line()} failed on rank {waits.rank}: "
         if ended:
             text += f"rank {', '.join(ended)} ended, or does not answer ({reason})."
         else:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric.core.source import is_users, line_name
+from fabric.core.source import format_line, is_user_code
 from fabric.guard._torch import BACKWARD_FUNCTION, DISPATCH_FILES
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def user_line(thread: int) -> str:
         thread: Its identifier, as `threading.get_ident()` gives it.
     """
     innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     own = frame or innermost
     return "" if own is None else f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
@@ -88,9 +88,9 @@ def batch_wait(thread: int) -> tuple[str, float] | None:
     while frame is not None:
         if frame.f_code.co_filename == _LOADER and frame.f_code.co_name in _WAITS_OF_LOADER:
             begin, line = frame.f_locals.get("begin"), frame.f_back
-            while line is not None and not is_users(line.f_code.co_filename):
+            while line is not None and not is_user_code(line.f_code.co_filename):
                 line = line.f_back
-            at = "" if line is None else f" at {line_name(line.f_code.co_filename, line.f_lineno)}"
+            at = "" if line is None else f" at {format_line(line.f_code.co_filename, line.f_lineno)}"
             waited = 0.0 if begin is None else time.perf_counter() - begin
             return (f"the loader{at}", time.monotonic() - waited) if waited > _BATCH_S else None
         frame = frame.f_back

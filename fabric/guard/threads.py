@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.collectives import channel
 from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 
 if TYPE_CHECKING:
     from fabric.collectives.frames import CallSignature
@@ -40,7 +40,7 @@ def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignatur
         other = next((one.name for one in threading.enumerate() if one.ident == last), str(last))
         waits.broken = (
             f"Two threads of rank {waits.rank} call fabric at the same time: {me.name!r} {call.verb} at "
-            f"{user_place()}, and {other!r} at {user_place(there)}. The order of their calls differs between "
+            f"{user_line()}, and {other!r} at {user_line(there)}. The order of their calls differs between "
             "ranks, so that their data would be mixed. Make all calls in one thread, or thread.join() first."
         )
         waits.publish(waits.broken, waits.store.clone())  # for the ranks that wait

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.core.parts import Part
 from fabric.guard.call_checker import reason_of, waits_of_world
 from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
@@ -226,7 +226,7 @@ class Watchdog:
                 self._look()
             except Exception as error:
                 if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
-                    say(f"the watchdog of rank {self._waits.rank} ends, it failed: {error!r}")
+                    print_line(f"the watchdog of rank {self._waits.rank} ends, it failed: {error!r}")
                 atexit.unregister(self.stop)
                 return
 
@@ -288,11 +288,11 @@ class Watchdog:
         waited = f"rank {me} has waited {seconds:.0f} s in {wait.verb}"
         if silent is not None:
             where = f"at {wait.where} ({VARIABLE}={self._after:g})"
-            say(f"{waited} {where}, and cannot ask the others: {silent}.")
+            print_line(f"{waited} {where}, and cannot ask the others: {silent}.")
         elif self._store.compare_set(f"table/{self._tables}", "", me) == me.encode():  # else another does
             self._tables = self._store.add("tables", 1)
             text = as_table(self.whereabouts().values())
-            say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
+            print_line(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
 
 def _has_left(wait: RankStatus | None) -> bool:

@@ -1,1 +1,1 @@
-"""Other people's engines, a folder each. Nobody imports them: a registry names them by a string."""
+"""Third-party engines, one folder each. Registries load them by name: no other module imports them."""

@@ -1,4 +1,4 @@
-"""Private names of torch that several integrations use; `core/test_torch_internals.py` tests each."""
+"""Private names of torch that several integrations use; `tests/core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replace_linears`: other layers in the places of a model's linear ones, for low-precision plugins."""
+"""`replace_linears`: replace a model's linear layers, for low-precision plugins."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
-    """The names of modules to leave as they are, of a plugin's settings.
+def check_settings(feature: str, dtype: Any, ignored: Any) -> set[str]:
+    """Return the names of modules that a plugin ignores.
 
     Raises:
-        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` no collection of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` is not a collection of names.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentTypeError(
-            f"{asked}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
+            f"{feature}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
             "torch.float32."
         )
     names = ignored if isinstance(ignored, set | frozenset | list | tuple) else [None]
     if not all([isinstance(name, str) for name in names]):
         example = ignored if isinstance(ignored, str) else "head"
         raise ArgumentTypeError(
-            f"{asked}: ignore_modules={ignored!r} must be a set of names. Write "
+            f"{feature}: ignore_modules={ignored!r} must be a set of names. Write "
             f"ignore_modules={{{example!r}}}."
         )
     return set(names)
@@ -40,32 +40,32 @@ def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
 def replace_linears(
     module: nn.Module,
     make: Callable[[nn.Linear], nn.Module],
-    asked: str,
+    feature: str,
     ignored: Collection[str] = (),
     replaces: bool = False,
 ) -> None:
-    """Make each `nn.Linear` of the module what `make` gives for it, in place, whoever else holds it.
+    """Convert each `nn.Linear` of the module to the layer `make(linear)` in place, so references stay valid.
 
-    Layers whose weight is computed (`spectral_norm`, pruning) stay as they are.
+    Layers whose weight is computed (`spectral_norm`, pruning) are left unchanged.
 
     Args:
-        module: The user's.
-        make: From a layer to another one, with the same bias.
-        asked: What the user wrote, for errors.
-        ignored: Names of modules that are left as they are, with all below them.
-        replaces: Weights are replaced, too, once each: rank zero's values count, as what is made of them are
-            no values that a strategy could send. All ranks must call this then.
+        module: The user's module.
+        make: Returns the new layer for a linear layer, with the same bias.
+        feature: The user's code, for errors.
+        ignored: Names of modules that are left unchanged, with their submodules.
+        replaces: Whether weights are replaced, too, each once. The new ones are computed from rank zero's
+            values, because strategies cannot broadcast them. All ranks must call this then.
 
     Raises:
-        ConfigurationError: There is no linear layer, a name of `ignored` is that of no module, a weight has
-            no values yet, or is that of something else, too.
+        ConfigurationError: There is no linear layer, `ignored` names no module, a weight is on the meta
+            device, or is also a parameter of something else.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     unknown = [name for name in ignored if name not in modules]
     if unknown:
         raise ConfigurationError(
-            f"{asked} was told to leave {unknown[0]!r} as it is, but {type(module).__name__} has no module "
-            f"of that name. It has {', '.join(repr(name) for name in list(modules)[1:6])}, ..."
+            f"{feature}: ignore_modules names {unknown[0]!r}, but {type(module).__name__} has no module of "
+            f"that name. Write names such as {', '.join(repr(name) for name in list(modules)[1:6])}, ..."
         )
     kept = {part for name in ignored for part in modules[name].modules()}
     found = {
@@ -75,16 +75,16 @@ def replace_linears(
     }
     if not found:
         raise ConfigurationError(
-            f"{asked} replaces linear layers, and {type(module).__name__} has none. Leave it out."
+            f"{feature} replaces linear layers, and {type(module).__name__} has none. Leave it out."
         )
     empty = [name for name, layer in found.items() if layer.weight.is_meta]
     if empty:
         raise ConfigurationError(
-            f"{asked} needs values, and {empty[0]!r} is on the meta device. Load the model before setup."
+            f"{feature} needs values, and {empty[0]!r} is on the meta device. Load the model before setup."
         )
     layers = dict.fromkeys(found.values())
     if replaces:
-        _check_ties(module, found, asked)
+        _check_ties(module, found, feature)
         if dist.is_initialized():
             broadcast_from_zero([p for layer in layers for p in layer.parameters()])
     of_weight: dict[Any, nn.Module] = {}
@@ -93,35 +93,36 @@ def replace_linears(
         made = make(layer)
         if replaces:
             made.weight = of_weight.setdefault(weight, made).weight
-        _become(layer, made)
+        _convert_in_place(layer, made)
     for part in module.modules():
         if not layers.keys().isdisjoint(part.modules()):
-            _leave_fast_path(part)
+            _disable_fast_path(part)
 
 
-def _check_ties(module: nn.Module, found: dict[str, nn.Linear], asked: str) -> None:
+def _check_ties(module: nn.Module, found: dict[str, nn.Linear], feature: str) -> None:
     names = {f"{name}.weight".removeprefix("."): name for name in found}
-    whose = {layer.weight: name for name, layer in found.items()}
+    layer_of = {layer.weight: name for name, layer in found.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter in whose and name not in names:
+        if parameter in layer_of and name not in names:
             raise ConfigurationError(
-                f"{asked} would take the weight of {whose[parameter]!r} apart from {name!r}, which is the "
-                f"same parameter. Leave that layer as it is: ignore_modules={{{whose[parameter]!r}}}."
+                f"{feature} would take the weight of {layer_of[parameter]!r} apart from {name!r}, which is "
+                f"the same parameter. Leave that layer as it is: ignore_modules={{{layer_of[parameter]!r}}}."
             )
 
 
-def _become(layer: nn.Module, made: nn.Module) -> None:
-    """Let the layer be what was made: other names of it, lists and hooks go on with it."""
+def _convert_in_place(layer: nn.Module, made: nn.Module) -> None:
+    """Give the layer the class and contents of `made`: references to it and its hooks stay valid."""
     if made is layer:
         return
-    own = made.__dict__
-    own.update({key: value for key, value in vars(layer).items() if key in CALL_TABLES or key not in own})
-    own["training"] = layer.training
-    layer.__class__, layer.__dict__ = type(made), own
+    contents = made.__dict__
+    kept = {key: value for key, value in vars(layer).items() if key in CALL_TABLES or key not in contents}
+    contents.update(kept)
+    contents["training"] = layer.training
+    layer.__class__, layer.__dict__ = type(made), contents
 
 
-def _leave_fast_path(part: nn.Module) -> None:
-    """Keep torch's encoder from computing with the weights of its layers, past what these are now."""
+def _disable_fast_path(part: nn.Module) -> None:
+    """Turn off the fast path of torch's encoder, which reads weights of its layers without calling them."""
     if isinstance(part, nn.TransformerEncoderLayer):
         part.activation_relu_or_gelu = 0
     if isinstance(part, nn.TransformerEncoder):

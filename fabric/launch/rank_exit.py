@@ -13,7 +13,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import CollectiveMismatch, RankError
-from fabric.core.source import is_users, line_name
+from fabric.core.source import format_line, is_user_code
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -81,8 +81,8 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
         from fabric.core.advice import torch_advice
 
         text += torch_advice(text)
-    user_frames = [frame for frame in frames if is_users(frame[0])]
-    text = f"{text} ({line_name(*user_frames[-1])}{location})" if user_frames else f"{text}{location}"
+    user_frames = [frame for frame in frames if is_user_code(frame[0])]
+    text = f"{text} ({format_line(*user_frames[-1])}{location})" if user_frames else f"{text}{location}"
     rank = getattr(error, "fabric_raised_by", None)
     return text if rank is None else f"{text}, raised by rank {rank}"
 

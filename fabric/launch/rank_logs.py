@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +98,7 @@ def _copy_lines(reader: int, file: BinaryIO | None, terminal: TextIO, prefix: by
                 if file is not None:
                     file.write(chunk)
             except OSError as error:
-                say(f"{file and file.name} is no longer written: {error}")
+                print_line(f"{file and file.name} is no longer written: {error}")
                 file = None
             # A progress bar ends its lines by a carriage return.
             lines = (partial_line + chunk).splitlines(keepends=True)

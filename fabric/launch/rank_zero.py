@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.launch.parent_death import ReportedExit, report_exceptions, report_exits, send_exit
 from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import register_listener
@@ -119,7 +119,7 @@ class SupervisorLink:
                 code = self._control.recv()[1]
             self._job_code = code
         if self._job_code is None:
-            say(
+            print_line(
                 f"the supervisor of this job (process {self._supervisor_pid}) was killed, and so were the "
                 "other ranks"
             )
@@ -159,7 +159,7 @@ class SupervisorLink:
         while not self._job_ended.is_set():
             with contextlib.suppress(KeyboardInterrupt):  # forwarded to the other ranks, too
                 if not self._job_ended.wait(timeout) and timeout is not None:
-                    say("this rank has finished, and waits for the other ranks of this machine")
+                    print_line("this rank has finished, and waits for the other ranks of this machine")
                     timeout = None
         flush_output()
         if self._job_code == 128 + signal.SIGINT:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.launch.rank_exit import UNKNOWN_EXIT, RankExit, from_returncode, root_cause, summary
 from fabric.launch.signals import DUPLICATE_SIGNAL_S, Handlers, unless_ignored
 
@@ -158,7 +158,7 @@ class Supervisor:
         """Call `wait`, and print the ranks that are still running after some time."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
-            say(notice.format(", ".join(map(str, late))))
+            print_line(notice.format(", ".join(map(str, late))))
             failure = self.wait()
         return failure
 
@@ -194,7 +194,7 @@ class Supervisor:
         if self.logs is not None:
             self.logs.close()  # first the output of the ranks
         sys.stderr.write(cause.trace)  # not printed by the rank
-        say(line)
+        print_line(line)
         process = self.processes.get(cause.rank)
         code = None if process is None else _code(process)
         return code if code is not None and code > 0 else cause.code

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.extras import require
+from fabric.core.extras import require_packages
 from fabric.loggers.logger import RunLogger, flatten_params
 from fabric.utilities.rank_zero import rank_zero_only
 
@@ -47,7 +47,7 @@ class MLFlowLogger(RunLogger):
         run_id: str | None = None,
     ) -> None:
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        require("MLFlowLogger", "mlflow", "mlflow", *([] if uri else ["sqlalchemy", "alembic"]))
+        require_packages("MLFlowLogger", "mlflow", "mlflow", *([] if uri else ["sqlalchemy", "alembic"]))
         super().__init__(run_id, prefix)
         self._name = experiment_name
         self._run = {"run_name": run_name, "tags": tags}

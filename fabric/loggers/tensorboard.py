@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.extras import require
+from fabric.core.extras import require_packages
 from fabric.core.lazy import lazy_names
 from fabric.loggers.logger import DirectoryLogger, flatten_params, to_scalar
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -51,7 +51,7 @@ class TensorBoardLogger(DirectoryLogger):
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
-        require("TensorBoardLogger", "tensorboard", "tensorboard")
+        require_packages("TensorBoardLogger", "tensorboard", "tensorboard")
         super().__init__(root_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)

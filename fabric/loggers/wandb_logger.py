@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.extras import require
+from fabric.core.extras import require_packages
 from fabric.loggers.logger import RunLogger, as_dict
 from fabric.utilities.rank_zero import rank_zero_only
 
@@ -43,7 +43,7 @@ class WandbLogger(RunLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        require("WandbLogger", "wandb", "wandb")
+        require_packages("WandbLogger", "wandb", "wandb")
         super().__init__(version, prefix)
         mode = {} if offline is None else {"mode": "offline" if offline else "online"}
         self._save_dir = os.fspath(save_dir)

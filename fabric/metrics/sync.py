@@ -26,7 +26,7 @@ from torchmetrics.wrappers import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from fabric.collectives.frames import PACK_LIMIT, call_of, fold, format_tree, join
-from fabric.collectives.objects import Dumped, gather_dumped
+from fabric.collectives.objects import PickledObject, gather_pickled
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 from fabric.metrics import joined
@@ -89,12 +89,14 @@ def compute_metrics(metrics: Any, channel: Channel, model_parallel_size: int = 1
     values: Values = []
     with channel.validating(_VERB):
         found = _find(leaves, metrics)
-        dumped = Dumped(_local_states(found, channel.world_size), _VERB) if channel.world_size > 1 else None
+        pickled = (
+            PickledObject(_local_states(found, channel.world_size), _VERB) if channel.world_size > 1 else None
+        )
     updates = [0] * len(found.members)
-    if dumped is not None:
+    if pickled is not None:
         with torch.no_grad():
-            rank_states = gather_dumped(
-                call_of(_VERB, format_tree(spec, found.descriptions)), dumped, channel, copies=False
+            rank_states = gather_pickled(
+                call_of(_VERB, format_tree(spec, found.descriptions)), pickled, channel, copies=False
             )
             if model_parallel_size > 1:
                 _keep_one_rank_per_group(rank_states, model_parallel_size)
@@ -145,7 +147,7 @@ def _to_send(state: State, value: Any) -> Any:
     entries = [entry.detach() if isinstance(entry, torch.Tensor) else entry for entry in value]
     if not all([isinstance(entry, torch.Tensor) for entry in entries]):
         # Raises with the name of the state.
-        Dumped(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")
+        PickledObject(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")
     return entries
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import Tensor
 
 from fabric.core.errors import UsageError
-from fabric.core.extras import require
+from fabric.core.extras import require_packages
 from fabric.utilities.data import sized_len
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Progress(Generic[T]):
     """
 
     def __init__(self, batches: Iterable[T], show: bool, settings: dict[str, Any]) -> None:
-        require("fabric.progress", "progress", "tqdm")
+        require_packages("fabric.progress", "progress", "tqdm")
         self._batches = batches
         self._settings = settings
         self._values = _Values()

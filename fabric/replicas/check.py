@@ -22,7 +22,7 @@ from fabric.core._torch import is_fsdp
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, restore_forwards
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
@@ -182,7 +182,7 @@ class ReplicaCheck(Part):
         """
         from fabric.replicas import report
 
-        local = {"place": user_place(), "steps": self._steps_at_messages, "facts": dict(self._named_facts())}
+        local = {"place": user_line(), "steps": self._steps_at_messages, "facts": dict(self._named_facts())}
         local["alive"] = {number: tracked.name for number, tracked, _ in self._live_optimizers()}
         local["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._live_optimizers()}
         rows = self._gather(local, channel, "replica check of hyper-parameters and counters")
@@ -327,7 +327,7 @@ class ReplicaCheck(Part):
 
         local = {key: [entry.without_data() for entry in compared] for key, compared in entries.items()}
         details = {
-            "place": user_place(),
+            "place": user_line(),
             "steps": (self._steps_at_equal_values, self._steps_at_messages[1]),
             "entries": local,
         }

@@ -12,7 +12,7 @@ from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path
-from fabric.utilities.state_keys import clean_keys, fit_keys, with_ties
+from fabric.utilities.state_keys import add_tied_keys, clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Checkpoints(Exchange):
         `strict`: whether such keys raise, as in torch.
         """
         plain = unwrap(module)
-        fitted = with_ties(fit_keys(state_dict, plain), plain)
+        fitted = add_tied_keys(fit_keys(state_dict, plain), plain)
         return self.layout.load_module_state(plain, fitted, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
-from fabric.core.source import is_users, line_name
+from fabric.core.source import format_line, is_user_code
 from fabric.strategies._torch import computes_in
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def split_error(
     half = unmarked and "dtype" in str(error) and computes_in(root) is not None
     if not isinstance(error, RuntimeError) or not (half or "mixed torch.Tensor and DTensor" in str(error)):
         return None
-    places = [p for p in traceback.extract_tb(error.__traceback__) if is_users(p.filename)]
-    where = f" ({line_name(places[-1].filename, places[-1].lineno or 0)})" if places else ""
+    places = [p for p in traceback.extract_tb(error.__traceback__) if is_user_code(p.filename)]
+    where = f" ({format_line(places[-1].filename, places[-1].lineno or 0)})" if places else ""
     model, name = type(root).__name__.removeprefix("FSDP"), getattr(call, "__name__", "")
     fix = (
         f"Write model.mark_forward_method({name!r}) after fabric.setup."

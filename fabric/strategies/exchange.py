@@ -20,7 +20,7 @@ from fabric.collectives.channel import (
     to_tensors,
     torch_op,
 )
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.core.tree import CONSTANTS, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any
 @cache
 def _note_shape() -> None:
     """Once in a process, on stderr: loops written for Lightning Fabric branch on the world size."""
-    say(
+    print_line(
         "all_gather adds a first dimension of size world_size, on one process, too: (1, *shape). "
         "Lightning Fabric returns the tensor itself there. Write no branch on fabric.world_size."
     )

@@ -43,12 +43,12 @@ class FiniteNorms:
             if not math.isfinite(value):
                 raise RuntimeError(_text(norm_type, value) + ", so they cannot be clipped. " + _WAY_OUT)
             return
-        from fabric.core.source import user_place
+        from fabric.core.source import user_line
 
         copy = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm.detach(), non_blocking=True)
         event = torch.Event(norm.device)
         event.record(torch.accelerator.current_stream(norm.device))
-        self._late = copy, event, norm_type, user_place()
+        self._late = copy, event, norm_type, user_line()
 
     def look(self) -> None:
         """Look at the last norm of a device, if nobody has.

@@ -26,7 +26,7 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
         RankError: One has ended, or given no sign of life for as long as collectives wait.
     """
     from fabric.collectives.frames import call_of
-    from fabric.collectives.objects import Dumped, gather_dumped
+    from fabric.collectives.objects import PickledObject, gather_pickled
 
     here, channel, verb = strategy.topology, strategy.channel(), f"rank_zero_first(local={local})"
     members = channel.collective.members
@@ -48,8 +48,8 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
     call = call_of(
         verb, f"waiting until rank {', '.join([str(members[i]) for i in firsts])} leaves the block"
     )
-    outcome = Dumped(_portable(error, here.job_rank), verb)
-    told = gather_dumped(call._replace(patient=True), outcome, channel)
+    outcome = PickledObject(_portable(error, here.job_rank), verb)
+    told = gather_pickled(call._replace(patient=True), outcome, channel)
     own = told[nodes.index(nodes[here.rank]) if local else 0]
     failure = error or next((one for one in [own, *told] if one is not None), None)
     if failure is not None:

@@ -1,4 +1,4 @@
-"""Tools for authors of strategies and loops: functions on N warm ranks, the contract of a strategy. Lazy."""
+"""Test tools for authors of strategies and loops: `RankPool`, `check_strategy`. Names load lazily."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""`fabric check train.py`: whether a script computes on several ranks what it computes on one, step by step.
+"""`fabric check train.py`: compare the gradients of a script on several ranks with those on one rank.
 
-Runs the first steps of the script twice, on the CPU: on one rank, whose batches join what the ranks get, and
-on several; then compares the gradients of each step. Dropout is off in both, half precision is single.
+Runs the first steps of the script twice on the CPU: on several ranks, and on one with the joined batches.
+Then compares the gradients of each step. Both runs have no dropout, and float32 in place of half precision.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
 
 PAGE = "fabric/data/README.md"
-SHOWN_EVERY, SECONDS_TO_END = 20.0, 10.0
-"""Seconds between two lines of progress; that a run has to end by itself."""
+PROGRESS_INTERVAL, TERMINATE_TIMEOUT = 20.0, 10.0
+"""Seconds between two lines of progress; seconds from SIGTERM to SIGKILL of a run."""
 TOLERANCE, NOISE = 1e-3, 1e-2
-"""What other orders of adding up stay below: a part of a parameter's largest gradient; where that is small,
-of so much of its model's.
+"""Largest accepted difference, relative to a parameter's largest gradient, above those of another summation
+order. That gradient counts as at least `NOISE` times the largest of its model.
 """
 
 
 class Step(NamedTuple):
-    """One step of a run, by rank."""
+    """Records of one step of a run, by rank."""
 
     records: list[dict[str, Any]]
 
     @property
     def grads(self) -> dict[str, Any]:
-        """Gradients by name; of one that several ranks hold, the first's."""
+        """Gradients by name, from the first rank that has each."""
         return {name: grad for record in reversed(self.records) for name, grad in record["grads"].items()}
 
     @property
     def shares(self) -> list[dict[str, Any]]:
-        """One record of each part of the data: several ranks may hold one (of a pipeline, say)."""
+        """One record per data shard: several ranks may have one shard (the stages of a pipeline)."""
         return list({record["rank"]: record for record in reversed(self.records)}.values())
 
     @property
@@ -53,22 +53,22 @@ class Step(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        """The mean of the ranks for each backward."""
+        """The mean over ranks of the loss of each backward."""
         each = zip(*[record["losses"] for record in self.shares], strict=False)
         return [sum(values) / len(values) for values in each]
 
 
 def check(command: list[str], ranks: int, steps: int) -> int:
-    """Run a script on one rank and on several, and say whether they compute the same.
+    """Run a script on one rank and on several, and print whether gradients are the same.
 
     Args:
         command: The script (or "-m" and a module) and its arguments.
-        ranks: How many are compared with one.
-        steps: How many steps of optimizers.
+        ranks: Number of ranks that are compared with one.
+        steps: Number of optimizer steps.
 
     Returns:
-        The exit code: 0 where gradients are the same, 1 where not, or where Fabric raises an error or warns
-        that ranks compute something else than one process; else that of the run that failed.
+        The exit code: 0 if gradients are the same; 1 if not, or if Fabric raises an error or warns that
+        several ranks compute something else than one; otherwise that of the run that failed.
     """
     runs: list[list[Step]] = []
     for count in (ranks, 1):
@@ -82,15 +82,15 @@ def check(command: list[str], ranks: int, steps: int) -> int:
         dict.fromkeys([text for step in several for rank in step.records for text in rank["warned"]])
     )
     if not alone or not several:
-        print("fabric check: no optimizer that fabric.setup gave back has made a step.", file=sys.stderr)
+        print("fabric check: no optimizer that fabric.setup returned has made a step.", file=sys.stderr)
         return 1
     for number, (one, many) in enumerate(zip(alone, several, strict=False), 1):
         name, difference = compare(one, many)
         if name is not None:
-            cause = "\n".join(warned) or reason(name, one, many)
+            cause = "\n".join(warned) or likely_cause(name, one, many)
             print(f"step {number}: {difference}\nLikely: {cause}")
             return 1
-        losses = f"{_shown(one.losses)}, mean of ranks {_shown(many.losses)}"
+        losses = f"{_formatted(one.losses)}, mean of ranks {_formatted(many.losses)}"
         print(f"step {number}: {len(one.grads)} gradients are the same ({difference}); losses {losses}")
     for text in warned:
         print(f"On {ranks} ranks: {text}")
@@ -101,7 +101,7 @@ def check(command: list[str], ranks: int, steps: int) -> int:
 
 
 def compare(one: Step, many: Step) -> tuple[str | None, str]:
-    """The first parameter whose gradients differ, and how; None: none does."""
+    """Return the first parameter whose gradients differ (None: all are equal), and the difference as text."""
     expected, found = one.grads, many.grads
     missing = expected.keys() ^ found.keys()
     if missing:
@@ -135,20 +135,20 @@ def scales_of(grads: dict[str, Any]) -> dict[str, float]:
     return {name: max(value, NOISE * models[name.rpartition(": ")[0]]) for name, value in largest.items()}
 
 
-def reason(name: str, one: Step, many: Step) -> str:
-    """Return the most likely cause of a difference between one process and many."""
+def likely_cause(name: str, one: Step, many: Step) -> str:
+    """Return the most likely cause of a difference between one rank and many."""
     world = len(many.shares)
-    held = [record["grads"][name] for record in many.records if name in record["grads"]]
+    grads = [record["grads"][name] for record in many.records if name in record["grads"]]
     sizes = [len(record["rows"]) for record in many.shares]
-    ratio = _ratio(one.grads.get(name), held[0] if held else None)
-    if any([not torch.allclose(held[0], other, equal_nan=True) for other in held[1:]]):
+    ratio = _ratio(one.grads.get(name), grads[0] if grads else None)
+    if any([not torch.allclose(grads[0], other, equal_nan=True) for other in grads[1:]]):
         return (
-            "ranks hold different gradients: a loss.backward() or gradients by hand that nothing averaged, a "
+            "ranks hold different gradients: a loss.backward() or gradients by hand without an average, a "
             "no_backward_sync that covers the last backward of a step, or parameters changed on one rank."
         )
     if one.rows != many.rows:
         return (
-            "the samples differ: an order or an augmentation that is random by itself on each rank (write "
+            "the samples differ: an order or augmentation with a different seed on each rank (write "
             "fabric.seed_everything(0) before the loaders), a loader that was not set up, or data read twice."
         )
     if ratio is not None and abs(ratio - world) < 0.01 * world:
@@ -158,19 +158,19 @@ def reason(name: str, one: Step, many: Step) -> str:
         )
     if len(set(sizes)) > 1:
         return (
-            f"ranks had {', '.join(map(str, sizes))} samples: their means' mean is not that of all. "
+            f"ranks had {', '.join(map(str, sizes))} samples: the mean of their means is not that of all. "
             f"Write drop_last=True, or sum the loss and call fabric.normalize_gradients ({PAGE})."
         )
     if shared := {kind for record in one.records for kind in record["shared"]}:
         return (
-            f"{', '.join(sorted(shared))} normalises by the samples of its own rank. Write, on GPUs, model = "
+            f"{', '.join(sorted(shared))} normalises by the samples of one rank. Write, on GPUs, model = "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or use GroupNorm or "
             "LayerNorm."
         )
     return (
-        "the loss of a sample depends on the others of its batch (negatives: fabric.all_gather(x, "
-        f"sync_grads=True)), it is no mean over samples (one over tokens: {PAGE}), or each rank draws random "
-        "numbers of its own (draw those of all, and take this rank's, as examples/gan.py does)."
+        "the loss of a sample depends on other samples of the batch (negatives: fabric.all_gather(x, "
+        f"sync_grads=True)), it is not a mean over samples (mean over tokens: {PAGE}), or each rank draws "
+        "different random numbers (draw those of all ranks, and use this rank's, as examples/gan.py does)."
     )
 
 
@@ -182,7 +182,7 @@ def _ratio(one: Any, many: Any) -> float | None:
 
 
 def _sizes(steps: list[Step]) -> tuple[int, list[int | None]]:
-    """By how many ranks data are shared, and the samples in each loader's batches of all of them."""
+    """Return the number of data shards, and the global batch size of each loader."""
     if not steps:
         return 1, []
     world, sizes = steps[-1].records[0]["num_replicas"], steps[-1].records[0]["sizes"]
@@ -190,8 +190,8 @@ def _sizes(steps: list[Step]) -> tuple[int, list[int | None]]:
 
 
 def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -> int:
-    """Run the script on so many ranks. The exit code; what a run says that fails is shown."""
-    own = {
+    """Run the script on `ranks` ranks and return the exit code; print the output of a failed run."""
+    variables = {
         "TMPDIR": str(folder),
         FOLDER: str(folder),
         STEPS: str(steps),
@@ -200,12 +200,12 @@ def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -
     }
     start = ["-m", "fabric", "run", f"--devices={ranks}"] if ranks > 1 else []
     argv = [sys.executable, *start, "-m", "fabric.testing.recording", *command]
-    say(f"check: running {steps} steps with devices={ranks}")
-    with (folder / "said").open("w+") as said:
-        code = _finished(argv, {**os.environ, **own}, said, folder, ranks)
+    print_line(f"check: running {steps} steps with devices={ranks}")
+    with (folder / "output").open("w+") as output:
+        code = _wait_for_run(argv, {**os.environ, **variables}, output, folder, ranks)
         if code:
-            said.seek(0)
-            print(said.read(), end="", file=sys.stderr)
+            output.seek(0)
+            print(output.read(), end="", file=sys.stderr)
             where = ", with the strategy of one device: no mesh, stage or DTensor" if ranks == 1 else ""
             print(f"fabric check: the run with devices={ranks}{where} failed (above).", file=sys.stderr)
     failed = [path.read_text() for path in sorted(folder.glob("failed-rank*"))]
@@ -214,30 +214,30 @@ def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -
     return 1 if failed else code
 
 
-def _finished(argv: list[str], env: dict[str, str], said: Any, folder: Path, ranks: int) -> int:
-    """The exit code of a run; its progress is shown meanwhile, and nothing that it started stays."""
-    begin, limits = time.monotonic(), [f"step{number}-rank0.pt" for number in range(1, int(env[STEPS]) + 1)]
+def _wait_for_run(argv: list[str], env: dict[str, str], output: Any, folder: Path, ranks: int) -> int:
+    """Return the exit code of a run; print its progress meanwhile, and end all of its processes."""
+    begin, records = time.monotonic(), [f"step{number}-rank0.pt" for number in range(1, int(env[STEPS]) + 1)]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    process = subprocess.Popen(argv, env=env, stdout=said, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(argv, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
         while True:
             try:
-                return process.wait(SHOWN_EVERY)
+                return process.wait(PROGRESS_INTERVAL)
             except subprocess.TimeoutExpired:
-                done = len([name for name in limits if (folder / name).exists()])
+                done = len([name for name in records if (folder / name).exists()])
                 seconds = round(time.monotonic() - begin)
-                say(f"check: {done} of {len(limits)} steps with devices={ranks} after {seconds} s")
+                print_line(f"check: {done} of {len(records)} steps with devices={ranks} after {seconds} s")
     finally:
         signal.signal(signal.SIGTERM, before)
-        _end(process, folder)
+        _terminate(process, folder)
 
 
-def _end(process: subprocess.Popen[Any], folder: Path) -> None:
-    """End a run, and on Linux whatever its script has started: they have its folder in their environment."""
+def _terminate(process: subprocess.Popen[Any], folder: Path) -> None:
+    """End a run; on Linux also its descendants, which have the run's folder in their environment."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(SECONDS_TO_END)
+            process.wait(TERMINATE_TIMEOUT)
     mark = f"{FOLDER}={folder}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -253,5 +253,5 @@ def _read(folder: Path, ranks: int) -> list[Step]:
     return steps
 
 
-def _shown(losses: list[float]) -> str:
+def _formatted(losses: list[float]) -> str:
     return ", ".join([f"{loss:.6g}" for loss in losses]) or "none"

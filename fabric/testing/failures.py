@@ -1,4 +1,4 @@
-"""Messages of failed calls of `RankPool`: the root cause first, then the error of every other rank."""
+"""Errors of failed calls of `RankPool`: the root cause first, then the error of every other rank."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
-from fabric.testing.worker import Answer
+from fabric.testing.worker import RankResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 class RankFailure(RankError):
-    """A call failed on some ranks. The message shows their tracebacks, the first to fail first.
+    """A call failed on some ranks. The message has their tracebacks, the first failure first.
 
-    `exceptions` are by rank, the root cause first; a RankError stands for a death, or for one that does not
-    pickle.
+    `exceptions` are by rank, the root cause first. A RankError replaces an exit, or an exception that does
+    not pickle.
     """
 
     exceptions: dict[int, BaseException]
-    """Rank to exception, root cause first. A RankError stands for a death, or for what cannot be pickled."""
+    """Rank to exception, root cause first. A RankError replaces an exit, or what cannot be pickled."""
 
     def __init__(self, message: str, exceptions: dict[int, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -28,70 +28,70 @@ class RankFailure(RankError):
 
 
 class RankTimeout(RankFailure):
-    """Some ranks gave no answer in time, though none failed. The message shows where they stood.
+    """Some ranks returned no result in time, and none failed. The message has their stacks.
 
-    `ranks` are the silent ones.
+    `ranks` are those without a result.
     """
 
     ranks: tuple[int, ...]
-    """The silent ranks."""
+    """Ranks without a result."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
 
 
-def death(pid: int | None, exit_code: int | None, when: float) -> Answer:
-    """The answer that stands for a process that gave none and is gone."""
+def exit_result(pid: int | None, exit_code: int | None, when: float) -> RankResult:
+    """Return the result for a process that ended without one."""
     how = f"exited with code {exit_code}"
     if exit_code is None:
         how = "closed its pipe, though it still runs"
     elif exit_code < 0:
         how = f"was killed by {signal.Signals(-exit_code).name}"
     text = f"The process (pid {pid}) {how}."
-    return Answer(error=RankError(text), text=text, when=when, died=True)
+    return RankResult(error=RankError(text), text=text, when=when, died=True)
 
 
-def failure(name: str, answers: dict[int, Answer]) -> RankFailure:
-    """The error for a call that has failed on some ranks."""
-    order = _by_cause(answers)
+def failure(name: str, results: dict[int, RankResult]) -> RankFailure:
+    """Return the error for a call that failed on some ranks."""
+    order = _by_cause(results)
     first = f", rank {order[0]} first" if len(order) > 1 else ""
-    headline = f"{name} failed on {_ranks(order)} of {len(answers)}{first}."
-    return RankFailure("\n\n".join([headline, *_reports(answers)]), _exceptions(answers))
+    headline = f"{name} failed on {_ranks(order)} of {len(results)}{first}."
+    return RankFailure("\n\n".join([headline, *_reports(results)]), _exceptions(results))
 
 
-def silence(name: str, answers: dict[int, Answer], stacks: dict[int, str], patience: str) -> RankFailure:
-    """The error for a call that does not end on the ranks of `stacks`; a failure elsewhere is its cause."""
-    silent, world_size = sorted(stacks), len(stacks) + len(answers)
-    dumps = [f"Rank {rank} stands at:\n{stacks[rank]}" for rank in silent]
-    order = _by_cause(answers)
+def timeout_failure(
+    name: str, results: dict[int, RankResult], stacks: dict[int, str], limit: str
+) -> RankFailure:
+    """Return the error for a call that does not end on the ranks of `stacks`; a failed rank is its cause."""
+    hanging, world_size = sorted(stacks), len(stacks) + len(results)
+    dumps = [f"Stacks of rank {rank}:\n{stacks[rank]}" for rank in hanging]
+    order = _by_cause(results)
     if not order:
-        headline = f"{name} got no answer from {_ranks(silent)} of {world_size}: {patience}."
-        return RankTimeout("\n\n".join([headline, *dumps]), tuple(silent))
-    headline = (
-        f"{name} failed on {_ranks(order)} of {world_size}; then {_ranks(silent)} did not come to an end."
-    )
-    return RankFailure("\n\n".join([headline, *_reports(answers), *dumps]), _exceptions(answers))
+        headline = f"{name} got no result from {_ranks(hanging)} of {world_size}: {limit}."
+        return RankTimeout("\n\n".join([headline, *dumps]), tuple(hanging))
+    headline = f"{name} failed on {_ranks(order)} of {world_size}; then {_ranks(hanging)} did not end."
+    return RankFailure("\n\n".join([headline, *_reports(results), *dumps]), _exceptions(results))
 
 
 def call_name(function: Callable[..., Any]) -> str:
-    """The function's name as people write it."""
+    """Return the function's name in source code."""
     return str(getattr(function, "__qualname__", function))
 
 
-def _by_cause(answers: dict[int, Answer]) -> list[int]:
-    # A death comes before every exception: peers fail within milliseconds, maybe before the parent sees it.
-    failed = [rank for rank, answer in answers.items() if answer.failed]
-    return sorted(failed, key=lambda rank: (not answers[rank].died, answers[rank].when))
+def _by_cause(results: dict[int, RankResult]) -> list[int]:
+    # An exit precedes exceptions: peers fail within milliseconds, maybe before the parent notices the exit.
+    failed = [rank for rank, result in results.items() if result.failed]
+    return sorted(failed, key=lambda rank: (not results[rank].died, results[rank].when))
 
 
-def _exceptions(answers: dict[int, Answer]) -> dict[int, BaseException]:
-    errors = {rank: answers[rank].error for rank in _by_cause(answers)}
+def _exceptions(results: dict[int, RankResult]) -> dict[int, BaseException]:
+    errors = {rank: results[rank].error for rank in _by_cause(results)}
     return {rank: error for rank, error in errors.items() if error is not None}
 
 
-def _reports(answers: dict[int, Answer]) -> list[str]:
-    return [f"Rank {rank}:\n{answers[rank].text}" for rank in _by_cause(answers)]
+def _reports(results: dict[int, RankResult]) -> list[str]:
+    return [f"Rank {rank}:\n{results[rank].text}" for rank in _by_cause(results)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,6 +1,6 @@
-"""`RankPool`: a function on N warm ranks. The parent's side: it owns the timeout and names who failed.
+"""`RankPool`: run a function on N warm ranks. This module runs in the parent, which enforces timeouts.
 
-No ports and no environment variables: ranks meet at a file. `fabric.testing.worker` is the ranks' side.
+Process groups use a file store: no ports, no environment variables. Ranks run `fabric.testing.worker`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError, UsageError
-from fabric.testing.failures import call_name, death, failure, silence
-from fabric.testing.worker import FINISH, STACKS_SIGNAL, Answer, Job, RankInfo, serve
+from fabric.testing.failures import call_name, exit_result, failure, timeout_failure
+from fabric.testing.worker import FINISH, STACKS_SIGNAL, RankCall, RankInfo, RankResult, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _START_LIMIT = 120.0  # seconds; the first start imports torch, which takes long on a busy machine
-_FINISH_LIMIT = 30.0  # seconds to leave the process group
-_SETTLE = 0.5  # seconds after the first failure in which the other ranks may fail by themselves
-_RELEASE = 5.0  # seconds in which ranks must notice that the failed ones are gone
-_QUIET = 0.3  # seconds of silence after which a dump of stacks is complete
+_FINISH_LIMIT = 30.0  # seconds to destroy the process group
+_SETTLE = 0.5  # seconds after the first failure for the other ranks to fail without intervention
+_RELEASE = 5.0  # seconds for ranks to notice the exit of failed ranks
+_QUIET = 0.3  # seconds without output after which a dump of stacks is complete
 _PRELOAD = ("torch.distributed", "fabric.testing.worker", "fabric.fabric")
 
 
@@ -46,25 +46,25 @@ class _Worker:
     stacks: Connection
 
     def send(self, message: bytes) -> None:
-        """Hand over a message, or notice nothing."""
-        with contextlib.suppress(OSError):  # a dead worker is reported when its answer is read
+        """Send a message; a dead worker is ignored."""
+        with contextlib.suppress(OSError):  # `receive` reports a dead worker
             self.calls.send_bytes(message)
 
     def is_ready(self) -> bool:
-        """Waits for the first sign of life."""
+        """Wait for the worker's first message; return whether it was received."""
         with contextlib.suppress(EOFError, OSError):
             return self.calls.poll(_START_LIMIT) and bool(self.calls.recv_bytes())
         return False
 
-    def receive(self) -> Answer:
-        """The next answer; a dead process answers with its death."""
+    def receive(self) -> RankResult:
+        """Return the next result; for a dead process one with its exit code."""
         try:
-            answer: Answer = pickle.loads(self.calls.recv_bytes())
+            result: RankResult = pickle.loads(self.calls.recv_bytes())
         except (EOFError, OSError):
             when = time.monotonic()
             self.process.join(_RELEASE)
-            return death(self.process.pid, self.process.exitcode, when)
-        return answer
+            return exit_result(self.process.pid, self.process.exitcode, when)
+        return result
 
     def read_stacks(self) -> str:
         """Return the current stacks of all threads of this process and its forks (a loader's workers).
@@ -73,10 +73,10 @@ class _Worker:
         """
         pid = self.process.pid or 0
         children: list[int] = []
-        with contextlib.suppress(OSError):  # it ends just now
+        with contextlib.suppress(OSError):  # the process may end meanwhile
             for listing in Path("/proc", str(pid), "task").glob("*/children"):  # Linux only
                 children += map(int, listing.read_text().split())
-        parts = [f"Process {child}, which it has started:\n{self._dump(child)}" for child in children]
+        parts = [f"Its child process {child}:\n{self._dump(child)}" for child in children]
         return "\n\n".join([self._dump(pid), *parts])
 
     def _dump(self, pid: int) -> str:
@@ -109,19 +109,19 @@ class _Worker:
 class RankPool:
     """Runs functions on warm processes, each call in a fresh group of up to `world_size` ranks.
 
-    Processes start at the first call that needs them, from a fork server that has torch loaded, and serve one
-    call after another with one torch thread each. Every call begins with the caller's environment variables,
-    working directory and `sys.path`, and with random generators seeded alike on all ranks. A call fails if it
-    leaves traces in a process: environment, default dtype, threads, signal handlers, children, a group. After
-    any failure the processes are replaced.
+    Processes start at the first call that needs them, from a fork server that has torch loaded. They run one
+    call after another, with one torch thread each. Every call starts with the caller's environment variables,
+    working directory and `sys.path`, and with random generators seeded equally on all ranks. A call fails if
+    it leaves traces in a process: environment, default dtype, threads, signal handlers, children, a group.
+    After any failure the processes are replaced.
 
     Args:
-        world_size: Largest number of ranks, and the number that `run` uses unless told otherwise.
-        timeout: Seconds that a call may take, unless told otherwise.
+        world_size: Largest number of ranks, and the default of `run`.
+        timeout: Default seconds of a call.
         warnings_as_errors: Whether a warning inside a call fails it.
-        ignored_warnings: Regular expressions for the beginning of warnings that are let through silently.
+        ignored_warnings: Regular expressions for the beginning of ignored warnings.
         preload: Further modules that the fork server imports once. Works for the first pool of a program.
-        accelerator: As in `Fabric`: rank r takes its device r, whose tensors groups move beside the host's.
+        accelerator: As in `Fabric`: rank r uses device r; groups communicate tensors of it and of the host.
 
     Raises:
         ConfigurationError: `world_size` is less than 1.
@@ -170,10 +170,10 @@ class RankPool:
         group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; the list of what each returned, in rank order.
+        """Run `function(*args, **kwargs)` on every rank; return the list of results in rank order.
 
-        The function is sent by name, arguments and results by value. It learns who it is from
-        `torch.distributed.get_rank()`, or from `fabric.testing.rank_info()` when there is no group.
+        The function is sent by name, arguments and results by value. `torch.distributed.get_rank()` returns
+        its rank, or without a group `fabric.testing.rank_info()`.
 
         Args:
             function: A function at the top level of an importable module.
@@ -185,13 +185,13 @@ class RankPool:
 
         Raises:
             RankFailure: Some ranks raised, died, or left traces behind.
-            RankTimeout: Some ranks gave no answer in time.
+            RankTimeout: Some ranks returned no result in time.
         """
         limit = self.timeout if timeout is None else timeout
-        answers = self._run(function, args, kwargs, world_size, limit, group)
-        if any(answer.failed for answer in answers):
-            raise failure(call_name(function), dict(enumerate(answers)))
-        return [pickle.loads(answer.value) for answer in answers]
+        results = self._run(function, args, kwargs, world_size, limit, group)
+        if any(result.failed for result in results):
+            raise failure(call_name(function), dict(enumerate(results)))
+        return [pickle.loads(result.value) for result in results]
 
     def run_expecting_errors(
         self,
@@ -202,17 +202,16 @@ class RankPool:
         group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Like `run`, but the exception of a rank takes the place of its value, and nothing is raised.
-        Arguments as for `run`.
+        """Run as `run` does, but return the exception of a rank as its result. Arguments as for `run`.
 
-        A rank that died has a RankError. Processes are replaced if any rank failed.
+        The result of a rank that died is a RankError. Processes are replaced if any rank failed.
 
         Raises:
             RankFailure: Some ranks hang (RankTimeout), or left traces behind.
         """
         limit = self.timeout if timeout is None else timeout
-        answers = self._run(function, args, kwargs, world_size, limit, group)
-        return [answer.error if answer.failed else pickle.loads(answer.value) for answer in answers]
+        results = self._run(function, args, kwargs, world_size, limit, group)
+        return [result.error if result.failed else pickle.loads(result.value) for result in results]
 
     def close(self) -> None:
         """End all processes. The pool cannot be used afterwards."""
@@ -233,36 +232,37 @@ class RankPool:
         world_size: int | None,
         timeout: float,
         group: bool,
-    ) -> list[Answer]:
+    ) -> list[RankResult]:
         workers = self._ensure_workers(self.world_size if world_size is None else world_size)
-        call = _pickled_call(function, args, kwargs)
+        pickled = _pickled_call(function, args, kwargs)
         try:
-            for worker, job in zip(workers, self._jobs(call, len(workers), timeout, group), strict=True):
-                worker.send(pickle.dumps(job))
-            answers = _gather(workers, timeout, function)
-            if not any(answer.failed for answer in answers):
-                answers = _finish(workers, answers, function)
-        except BaseException:  # Ctrl-C too: no rank outlives its call
+            calls = self._rank_calls(pickled, len(workers), timeout, group)
+            for worker, call in zip(workers, calls, strict=True):
+                worker.send(pickle.dumps(call))
+            results = _gather(workers, timeout, function)
+            if not any(result.failed for result in results):
+                results = _finish(workers, results, function)
+        except BaseException:  # Ctrl-C, too: no rank continues after its call
             self._stop()
             raise
-        if any(answer.failed for answer in answers):
+        if any(result.failed for result in results):
             self._stop()
-        return answers
+        return results
 
-    def _jobs(self, call: bytes, world_size: int, timeout: float, group: bool) -> list[Job]:
+    def _rank_calls(self, call: bytes, world_size: int, timeout: float, group: bool) -> list[RankCall]:
         self._calls += 1
         store = Path(self._directory(), f"store-{self._calls}")
-        # No watchdogs, unless the caller wants them: the pool has a timeout, and shows stacks.
+        # No watchdogs, unless the caller turns them on: the pool has a timeout, and reports stacks.
         environ = {"FABRIC_HANG_REPORT_AFTER": "off", **os.environ}
         path, cwd = _importable_path(), str(Path.cwd())
         as_errors, ignored = self._warnings
         return [
-            Job(
+            RankCall(
                 info=RankInfo(rank, world_size, str(store)),
                 call=call,
                 group=group,
                 accelerator=self.accelerator,
-                group_timeout=2 * timeout + _RELEASE,  # the parent must be the first to lose patience
+                group_timeout=2 * timeout + _RELEASE,  # the parent's timeout must be the first
                 warnings_as_errors=as_errors,
                 ignored_warnings=ignored,
                 environ=environ,
@@ -288,7 +288,7 @@ class RankPool:
                 f"or make RankPool(world_size={count})."
             )
         if any(not worker.process.is_alive() for worker in self._workers):
-            self._stop()  # one died between two calls
+            self._stop()  # a worker died between two calls
         missing = count - len(self._workers)
         if missing > 0:
             self._start(missing)
@@ -328,7 +328,7 @@ def _start_worker(context: ForkServerContext) -> _Worker:
 
 
 def _importable_path() -> list[str]:
-    """`sys.path` with the empty entry spelled out: a rank may change its directory before it imports."""
+    """Return `sys.path` with "" replaced by the working directory, which a rank may change before imports."""
     return [entry or str(Path.cwd()) for entry in sys.path]
 
 
@@ -342,56 +342,58 @@ def _pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         ) from error
 
 
-def _gather(workers: list[_Worker], timeout: float, function: Callable[..., Any]) -> list[Answer]:
-    """The answer of every rank. After a first failure the others have a bounded time to finish."""
-    answers: dict[int, Answer] = {}
+def _gather(workers: list[_Worker], timeout: float, function: Callable[..., Any]) -> list[RankResult]:
+    """Return the result of every rank. After the first failure the others have a bounded time to finish."""
+    results: dict[int, RankResult] = {}
     deadline = time.monotonic() + timeout
-    _listen(workers, answers, deadline, until_failure=True)
-    if any(answer.failed for answer in answers.values()):
-        _listen(workers, answers, time.monotonic() + _SETTLE)
-        _release(workers, answers, time.monotonic() + _RELEASE)
-    _raise_if_silent(workers, answers, function, f"no answer within {timeout:g} s")
-    return [answers[rank] for rank in range(len(workers))]
+    _receive_results(workers, results, deadline, until_failure=True)
+    if any(result.failed for result in results.values()):
+        _receive_results(workers, results, time.monotonic() + _SETTLE)
+        _kill_failed(workers, results, time.monotonic() + _RELEASE)
+    _raise_if_missing(workers, results, function, f"no result within {timeout:g} s")
+    return [results[rank] for rank in range(len(workers))]
 
 
-def _release(workers: list[_Worker], answers: dict[int, Answer], deadline: float) -> None:
-    """End each rank that has failed: its sockets close, which wakes the ranks that wait for it in turn."""
-    ended: set[int] = set()
-    while fresh := {rank for rank, answer in answers.items() if answer.failed} - ended:
-        ended |= fresh
-        for rank in fresh:
+def _kill_failed(workers: list[_Worker], results: dict[int, RankResult], deadline: float) -> None:
+    """Kill each failed rank. This closes its sockets, so that ranks that wait for it fail in turn."""
+    killed: set[int] = set()
+    while new := {rank for rank, result in results.items() if result.failed} - killed:
+        killed |= new
+        for rank in new:
             workers[rank].kill()
-        _listen(workers, answers, deadline, until_failure=True)
+        _receive_results(workers, results, deadline, until_failure=True)
 
 
-def _finish(workers: list[_Worker], answers: list[Answer], function: Callable[..., Any]) -> list[Answer]:
-    """Leave the group together, and replace the answers of ranks that left traces behind."""
+def _finish(
+    workers: list[_Worker], results: list[RankResult], function: Callable[..., Any]
+) -> list[RankResult]:
+    """Destroy the group on all ranks, and replace the results of ranks that left traces."""
     for worker in workers:
         worker.send(FINISH)
-    finals: dict[int, Answer] = {}
-    _listen(workers, finals, time.monotonic() + _FINISH_LIMIT)
-    _raise_if_silent(workers, finals, function, f"not out of the process group after {_FINISH_LIMIT:g} s")
-    return [finals[rank] if finals[rank].failed else answer for rank, answer in enumerate(answers)]
+    finals: dict[int, RankResult] = {}
+    _receive_results(workers, finals, time.monotonic() + _FINISH_LIMIT)
+    _raise_if_missing(workers, finals, function, f"process group not destroyed after {_FINISH_LIMIT:g} s")
+    return [finals[rank] if finals[rank].failed else result for rank, result in enumerate(results)]
 
 
-def _listen(
-    workers: list[_Worker], answers: dict[int, Answer], deadline: float, until_failure: bool = False
+def _receive_results(
+    workers: list[_Worker], results: dict[int, RankResult], deadline: float, until_failure: bool = False
 ) -> None:
-    """Add answers to `answers` until all are there, the deadline has passed, or one has failed."""
-    pending = {worker.calls: rank for rank, worker in enumerate(workers) if rank not in answers}
+    """Add to `results` until all ranks have one, the deadline has passed, or one has failed."""
+    pending = {worker.calls: rank for rank, worker in enumerate(workers) if rank not in results}
     while pending:
-        arrived = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        for pipe in arrived:
+        readable = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        for pipe in readable:
             rank = pending.pop(pipe)  # type: ignore[call-overload]
-            answers[rank] = workers[rank].receive()
-        if not arrived or (until_failure and any(answer.failed for answer in answers.values())):
+            results[rank] = workers[rank].receive()
+        if not readable or (until_failure and any(result.failed for result in results.values())):
             return
 
 
-def _raise_if_silent(
-    workers: list[_Worker], answers: dict[int, Answer], function: Callable[..., Any], patience: str
+def _raise_if_missing(
+    workers: list[_Worker], results: dict[int, RankResult], function: Callable[..., Any], limit: str
 ) -> None:
-    silent = [rank for rank in range(len(workers)) if rank not in answers]
-    if silent:
-        stacks = {rank: workers[rank].read_stacks() for rank in silent}
-        raise silence(call_name(function), answers, stacks, patience)
+    missing = [rank for rank in range(len(workers)) if rank not in results]
+    if missing:
+        stacks = {rank: workers[rank].read_stacks() for rank in missing}
+        raise timeout_failure(call_name(function), results, stacks, limit)

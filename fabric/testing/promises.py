@@ -1,4 +1,4 @@
-"""Promises of every strategy: a function each, which every rank runs, and which raises if it is broken."""
+"""The contract of all strategies: one function per promise. Every rank runs it; it raises if broken."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from fabric.fabric import Fabric
 
 
-class Broken(AssertionError):
-    """A promise is broken."""
+class PromiseBroken(AssertionError):
+    """A strategy violates a promise of the contract."""
 
 
-def _must(kept: Any, otherwise: str) -> None:
-    if not kept:
-        raise Broken(otherwise)
+def _must(condition: Any, message: str) -> None:
+    if not condition:
+        raise PromiseBroken(message)
 
 
 def _equal(got: Any, expected: Any, what: str) -> None:
-    """Equal structures and close numbers, else `Broken`."""
+    """Raise `PromiseBroken` unless structures are equal and tensors close."""
     leaves, targets = dict(iter_paths(got)), dict(iter_paths(expected))
     same = flatten(got)[1] == flatten(expected)[1]
     _must(same, f"{what} has the entries {list(leaves)} in a {type(got).__name__} instead of {list(targets)}")
@@ -42,11 +42,11 @@ def _equal(got: Any, expected: Any, what: str) -> None:
             torch.testing.assert_close(leaf.detach().cpu(), target.detach().cpu())
         except AssertionError as error:
             reason = " ".join(str(error).split())
-            raise Broken(f"{what}{path} differs from plain torch: {reason}") from None
+            raise PromiseBroken(f"{what}{path} differs from plain torch: {reason}") from None
 
 
-def _ready(fabric: Fabric, net: torch.nn.Module) -> tuple[Any, Any]:
-    """The model and an optimizer, set up in the order that the strategy asks for."""
+def _setup(fabric: Fabric, net: torch.nn.Module) -> tuple[Any, Any]:
+    """Return the model and an optimizer, set up in the order that the strategy requires."""
     if not fabric.strategy.traits.late_optimizers:
         model, optimizer = fabric.setup(net, sgd(net))
         return model, optimizer
@@ -55,11 +55,13 @@ def _ready(fabric: Fabric, net: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def _batches(fabric: Fabric, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each step the joined batch, (parts * 3, 4), and the three rows of it that this rank sees."""
-    part = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    rank = part["rank"]
-    joined = torch.randn(steps, part["num_replicas"] * 3, 4, generator=torch.Generator().manual_seed(5))
-    return [(whole, whole[rank * 3 : rank * 3 + 3].to(fabric.device)) for whole in joined]
+    """Return for each step the joined batch, (shards * 3, 4), and this rank's three rows of it."""
+    shard = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    rank = shard["rank"]
+    steps_of_all = torch.randn(
+        steps, shard["num_replicas"] * 3, 4, generator=torch.Generator().manual_seed(5)
+    )
+    return [(joined, joined[rank * 3 : rank * 3 + 3].to(fabric.device)) for joined in steps_of_all]
 
 
 def _weights(fabric: Fabric, model: Any) -> dict[str, Any]:
@@ -73,9 +75,9 @@ def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _train_plain(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None) -> dict[str, Any]:
     net, optimizer = subject()
-    for whole, _ in _batches(fabric, steps):
+    for joined, _ in _batches(fabric, steps):
         optimizer.zero_grad()
-        _loss(net, whole).backward()
+        _loss(net, joined).backward()
         if clip and "max_norm" in clip:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip["max_norm"])
         elif clip:
@@ -85,10 +87,10 @@ def _train_plain(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None)
 
 
 def _train(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    model, optimizer = _ready(fabric, subject()[0])
-    for _, share in _batches(fabric, steps):
+    model, optimizer = _setup(fabric, subject()[0])
+    for _, shard in _batches(fabric, steps):
         optimizer.zero_grad()
-        fabric.backward(_loss(model, share))
+        fabric.backward(_loss(model, shard))
         if clip:
             fabric.clip_gradients(model, optimizer, **clip)
         optimizer.step()
@@ -96,11 +98,11 @@ def _train(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None) -> tu
 
 
 def ranks_are_distinct(fabric: Fabric, folder: Path) -> None:
-    """Every rank knows its place, and its device is there."""
+    """Check rank, world size and device of every rank."""
     info = rank_info()
     _must(fabric.world_size == info.world_size, f"world_size is {fabric.world_size}, not {info.world_size}")
     _must(fabric.global_rank == info.rank, f"global_rank is {fabric.global_rank}, not {info.rank}")
-    _must(fabric.is_global_zero == (info.rank == 0), "is_global_zero does not say whether this is rank zero")
+    _must(fabric.is_global_zero == (info.rank == 0), f"is_global_zero is {fabric.is_global_zero}")
     _must(torch.ones(1, device=fabric.device).item() == 1, "the root device does not work")
     sampler = fabric.strategy.distributed_sampler_kwargs
     if fabric.strategy.traits.data_parallel and sampler is not None:
@@ -108,89 +110,89 @@ def ranks_are_distinct(fabric: Fabric, folder: Path) -> None:
 
 
 def setup_keeps_the_model(fabric: Fabric, folder: Path) -> None:
-    """Setup changes neither weights nor what the model and the optimizer are."""
+    """Check that setup changes neither weights nor the classes of model and optimizer."""
     net, _ = subject()
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    model, stepped = _ready(fabric, net)
+    model, optimizer = _setup(fabric, net)
     _equal(_weights(fabric, model), before, "the model after setup")
-    _must(isinstance(stepped, torch.optim.SGD), "the optimizer is no SGD after setup")
-    places = {p.device.type for p in model.parameters()} - {"meta"}  # what other ranks hold
-    home = {"cpu"} if fabric.strategy.traits.late_optimizers else {fabric.device.type}  # offloaded
-    _must(places == home, f"setup left parameters on {places}")
+    _must(isinstance(optimizer, torch.optim.SGD), "the optimizer is not an SGD after setup")
+    devices = {p.device.type for p in model.parameters()} - {"meta"}  # meta: on other ranks
+    expected = {"cpu"} if fabric.strategy.traits.late_optimizers else {fabric.device.type}  # cpu: offloaded
+    _must(devices == expected, f"setup left parameters on {devices}")
     _must(model.module is net, "model.module is not the user's module")
 
 
 def forward_equals_plain_torch(fabric: Fabric, folder: Path) -> None:
-    """A forward computes what the plain module computes, in training and under no_grad."""
-    model, _ = _ready(fabric, subject()[0])
+    """Check that forward equals that of the plain module, in training and under no_grad."""
+    model, _ = _setup(fabric, subject()[0])
     plain = subject()[0]
-    _, share = _batches(fabric, 1)[0]
-    expected = plain(share.cpu())
-    _equal(model(share), expected, "the output")
+    _, shard = _batches(fabric, 1)[0]
+    expected = plain(shard.cpu())
+    _equal(model(shard), expected, "the output")
     model.eval()
     with torch.no_grad():
-        _equal(model(share), expected, "the output under no_grad")
+        _equal(model(shard), expected, "the output under no_grad")
 
 
 def training_equals_plain_torch(fabric: Fabric, folder: Path) -> None:
-    """Steps on shares of batches lead to the weights of plain torch on the joined batches."""
+    """Check that steps on shards of batches give the weights of plain torch on the joined batches."""
     model, _ = _train(fabric, 3)
     _equal(_weights(fabric, model), _train_plain(fabric, 3), "the model after three steps")
 
 
 def models_are_independent(fabric: Fabric, folder: Path) -> None:
-    """Two models with a setup and a backward of their own do not disturb each other."""
-    (first, step_first), (second, _) = (_ready(fabric, subject()[0]) for _ in range(2))
+    """Check that a backward and step of one model do not change another."""
+    (first, first_optimizer), (second, _) = (_setup(fabric, subject()[0]) for _ in range(2))
     before = _weights(fabric, second)
-    _, share = _batches(fabric, 1)[0]
-    fabric.backward(_loss(first, share))
-    step_first.step()
+    _, shard = _batches(fabric, 1)[0]
+    fabric.backward(_loss(first, shard))
+    first_optimizer.step()
     _equal(_weights(fabric, second), before, "the model that was not stepped")
     _equal(_weights(fabric, first), _train_plain(fabric, 1), "the model that was stepped")
 
 
 def accumulation_equals_the_big_batch(fabric: Fabric, folder: Path) -> None:
-    """Backwards inside no_backward_sync and one outside give the gradient of all micro-batches."""
-    model, optimizer = _ready(fabric, subject()[0])
+    """Check that backwards inside no_backward_sync and one outside give the gradient of all micro-batches."""
+    model, optimizer = _setup(fabric, subject()[0])
     batches = _batches(fabric, 3)
-    for step, (_, share) in enumerate(batches):
+    for step, (_, shard) in enumerate(batches):
         with fabric.no_backward_sync(model, enabled=step < 2):
-            fabric.backward(_loss(model, share) / 3)
+            fabric.backward(_loss(model, shard) / 3)
     optimizer.step()
     net, plain = subject()
-    for whole, _ in batches:
-        (_loss(net, whole) / 3).backward()
+    for joined, _ in batches:
+        (_loss(net, joined) / 3).backward()
     plain.step()
     _equal(_weights(fabric, model), dict(net.state_dict()), "the model after three micro-batches")
 
 
 def closures_equal_plain_torch(fabric: Fabric, folder: Path) -> None:
-    """Steps whose closure makes the gradients lead to the same weights, and give the closure's loss."""
-    model, optimizer = _ready(fabric, subject()[0])
-    for _, share in _batches(fabric, 2):
+    """Check that steps with a closure give the same weights, and return the closure's loss."""
+    model, optimizer = _setup(fabric, subject()[0])
+    for _, shard in _batches(fabric, 2):
 
-        def closure(share: torch.Tensor = share) -> torch.Tensor:
+        def closure(shard: torch.Tensor = shard) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = _loss(model, share)
+            loss = _loss(model, shard)
             fabric.backward(loss)
             return loss
 
-        _must(torch.is_tensor(optimizer.step(closure)), "step(closure) does not give a loss")
+        _must(torch.is_tensor(optimizer.step(closure)), "step(closure) does not return a loss")
     _equal(_weights(fabric, model), _train_plain(fabric, 2), "the model after two steps by closure")
 
 
 def normalizing_equals_the_joined_batch(fabric: Fabric, folder: Path) -> None:
-    """Sums of losses over items, of which each rank has another number, divided by all items."""
-    model, optimizer = _ready(fabric, subject()[0])
+    """Check normalize_gradients with different numbers of items on the ranks."""
+    model, optimizer = _setup(fabric, subject()[0])
     net, plain = subject()
-    part = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    counts = [3 - place % 2 for place in range(part["num_replicas"])]
-    whole, share = _batches(fabric, 1)[0]
-    own = counts[part["rank"]]
-    fabric.backward(model(share)[:own].pow(2).sum())
-    items = fabric.normalize_gradients(model, num_items=own, optimizer=optimizer)
+    shards = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    counts = [3 - rank % 2 for rank in range(shards["num_replicas"])]
+    joined, shard = _batches(fabric, 1)[0]
+    local_count = counts[shards["rank"]]
+    fabric.backward(model(shard)[:local_count].pow(2).sum())
+    items = fabric.normalize_gradients(model, num_items=local_count, optimizer=optimizer)
     _must(items == sum(counts), f"normalize_gradients counted {items} items, not {sum(counts)}")
-    kept = torch.cat([whole[3 * place : 3 * place + count] for place, count in enumerate(counts)])
+    kept = torch.cat([joined[3 * rank : 3 * rank + count] for rank, count in enumerate(counts)])
     _loss(net, kept).backward()
     optimizer.step()
     plain.step()
@@ -198,37 +200,37 @@ def normalizing_equals_the_joined_batch(fabric: Fabric, folder: Path) -> None:
 
 
 def clipping_sees_the_whole_gradient(fabric: Fabric, folder: Path) -> None:
-    """Clipping by norm and by value equals plain torch on the joined batch; the norm before is returned."""
-    if fabric.strategy.traits.steps_apart:
+    """Check that clipping by norm and by value equals plain torch on the joined batch; and the norm."""
+    if fabric.strategy.traits.steps_locally:
         return
     for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
         model, _ = _train(fabric, 2, clip)
         _equal(_weights(fabric, model), _train_plain(fabric, 2, clip), f"the model clipped with {clip}")
     net, _ = subject()
-    whole, share = _batches(fabric, 1)[0]
-    _loss(net, whole).backward()
+    joined, shard = _batches(fabric, 1)[0]
+    _loss(net, joined).backward()
     expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
-    model, optimizer = _ready(fabric, subject()[0])
-    fabric.backward(_loss(model, share))
+    model, optimizer = _setup(fabric, subject()[0])
+    fabric.backward(_loss(model, shard))
     _equal(fabric.clip_gradients(model, optimizer, max_norm=1e9), expected, "the returned norm")
 
 
 def state_keys_are_the_users(fabric: Fabric, folder: Path) -> None:
-    """State dicts have the keys of the plain module and optimizer."""
+    """Check that state dicts have the keys of the plain module and optimizer."""
     model, optimizer = _train(fabric, 1)
-    keys, own = list(fabric.strategy.get_module_state_dict(model)), list(subject()[0].state_dict())
-    _must(keys == own, f"the state dict has the keys {keys} instead of {own}")
+    keys, expected = list(fabric.strategy.get_module_state_dict(model)), list(subject()[0].state_dict())
+    _must(keys == expected, f"the state dict has the keys {keys} instead of {expected}")
     state = fabric.strategy.get_optimizer_state(optimizer)
     _must({"state", "param_groups"} <= set(state), f"the optimizer state has the keys {list(state)}")
 
 
 def checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
-    """Check that load restores on every rank the saved weights, the optimizer's momentum and plain data."""
+    """Check that load restores weights, the optimizer's momentum and plain data on every rank."""
     _round_trip(fabric, folder / "checkpoint", "full")
 
 
 def sharded_checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
-    """So it is where each rank writes its part, unless the strategy brings a storage of its own."""
+    """Check the same for sharded checkpoints, unless the strategy has its own CheckpointIO."""
     if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
         _round_trip(fabric, folder / "checkpoint", "sharded")
 
@@ -239,21 +241,21 @@ def _round_trip(fabric: Fabric, path: Path, format: str) -> None:
     fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 7}, format=format)
     fabric.barrier()
     _must(path.is_dir() == (format == "sharded"), f"format={format!r} did not write {path}")
-    other, stepped = _ready(fabric, subject()[0])
-    state = {"model": other, "optimizer": stepped, "epoch": 0}
+    loaded, loaded_optimizer = _setup(fabric, subject()[0])
+    state = {"model": loaded, "optimizer": loaded_optimizer, "epoch": 0}
     fabric.load(path, state)
-    _must(state["epoch"] == 7, f"the number 7 came back as {state['epoch']!r}")
-    _equal(_weights(fabric, other), saved, "the model after loading")
-    _, share = _batches(fabric, 3)[2]
-    for net, step in ((model, optimizer), (other, stepped)):
-        step.zero_grad()
-        fabric.backward(_loss(net, share))
-        step.step()
-    _equal(_weights(fabric, other), _weights(fabric, model), "the model one step after loading")
+    _must(state["epoch"] == 7, f"the number 7 was loaded as {state['epoch']!r}")
+    _equal(_weights(fabric, loaded), saved, "the model after loading")
+    _, shard = _batches(fabric, 3)[2]
+    for net, its_optimizer in ((model, optimizer), (loaded, loaded_optimizer)):
+        its_optimizer.zero_grad()
+        fabric.backward(_loss(net, shard))
+        its_optimizer.step()
+    _equal(_weights(fabric, loaded), _weights(fabric, model), "the model one step after loading")
 
 
 def collectives_are_right(fabric: Fabric, folder: Path) -> None:
-    """The verbs of data across ranks, on nested data."""
+    """Check all collectives, on nested data."""
     rank, world, device = fabric.global_rank, fabric.world_size, fabric.device
     ones = torch.ones(2, device=device)
     tree = {"a": ones * rank, "b": [torch.tensor(rank + 1.0, device=device), (ones.double(),)]}
@@ -270,9 +272,9 @@ def collectives_are_right(fabric: Fabric, folder: Path) -> None:
         got = fabric.broadcast(sent if rank == src else None, src)
         _equal(got, {"from": src, "tensor": torch.full((3,), src)}, f"broadcast(src={src})")
     decide = fabric.strategy.reduce_boolean_decision
-    _must(decide(True) and not decide(False), "reduce_boolean_decision is wrong where all ranks agree")
-    _must(decide(rank == 0, all=False), "reduce_boolean_decision(all=False) overlooks rank zero's True")
-    _must(decide(rank == 0) == (world == 1), "reduce_boolean_decision(all=True) overlooks a False")
+    _must(decide(True) and not decide(False), "reduce_boolean_decision is wrong for equal flags")
+    _must(decide(rank == 0, all=False), "reduce_boolean_decision(all=False) ignores rank zero's True")
+    _must(decide(rank == 0) == (world == 1), "reduce_boolean_decision(all=True) ignores a False")
     fabric.barrier("contract")
     parts = torch.arange(2.0 * world, device=device)
     _equal(fabric.scatter(parts), parts[2 * rank : 2 * rank + 2], "scatter")
@@ -285,7 +287,7 @@ def collectives_are_right(fabric: Fabric, folder: Path) -> None:
     _equal(fabric.all_to_all(parts + rank), routed, "all_to_all")
     joined = torch.cat([torch.full((r + 1,), r) for r in range(world)])
     _equal(fabric.all_gather(joined[joined == rank], uneven="cat"), joined, "all_gather(uneven='cat')")
-    _must((fabric.gather(rank) is None) == (rank != 0), "gather gives the data on rank zero only")
+    _must((fabric.gather(rank) is None) == (rank != 0), "gather does not return the data on rank zero only")
     _equal(fabric.all_gather_object(str(rank)), [str(r) for r in range(world)], "all_gather_object")
     _must(fabric.any(rank == 0) and fabric.all(True), "any or all is wrong")
     _equal(fabric.agree({"epoch": 3}), {"epoch": 3}, "agree")
@@ -314,28 +316,28 @@ def overrides_take_effect(fabric: Fabric, folder: Path) -> None:
         seen.add("setup_module_and_optimizers")
     missed = [name for name in OVERRIDABLE if name not in seen]
     _must(not missed, f"an override of {', '.join(missed)} is not called")
-    if not fabric.strategy.traits.steps_apart:
+    if not fabric.strategy.traits.steps_locally:
         _equal(
             _weights(fabric, model), _train_plain(fabric, 1, {"max_norm": 1.0}), "the model under overrides"
         )
 
 
 def loaders_are_split(fabric: Fabric, folder: Path) -> None:
-    """The ranks that see their own part of the data see every sample exactly once together."""
+    """Check that set-up loaders yield every sample exactly once over all data shards, on the device."""
     data = torch.arange(12 * fabric.world_size)
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(data), batch_size=3))
-    mine = torch.cat([batch for (batch,) in loader])
-    _must(mine.device.type == fabric.device.type, f"batches arrive on {mine.device}, not on {fabric.device}")
+    local = torch.cat([batch for (batch,) in loader])
+    _must(local.device.type == fabric.device.type, f"batches are on {local.device}, not on {fabric.device}")
     kwargs = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1}
-    _must(len(mine) * kwargs["num_replicas"] == len(data), f"a rank saw {len(mine)} of {len(data)} samples")
-    everyone = fabric.all_gather(mine).flatten()
-    counts = torch.bincount(everyone.cpu(), minlength=len(data))
+    _must(len(local) * kwargs["num_replicas"] == len(data), f"a rank saw {len(local)} of {len(data)} samples")
+    gathered = fabric.all_gather(local).flatten()
+    counts = torch.bincount(gathered.cpu(), minlength=len(data))
     expected = fabric.world_size // kwargs["num_replicas"]
     _must(bool((counts == expected).all()), f"samples were seen {counts.tolist()} times, not {expected} each")
 
 
 def teardown_can_be_repeated(fabric: Fabric, folder: Path) -> None:
-    """Teardown works with models still about, and twice."""
+    """Check that teardown works while models exist, and twice."""
     _train(fabric, 1)
     fabric.strategy.teardown()
     fabric.strategy.teardown()

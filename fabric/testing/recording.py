@@ -1,6 +1,6 @@
-"""`python -m fabric.testing.recording script.py`: a rank of `fabric check`, which writes down its steps.
+"""`python -m fabric.testing.recording script.py`: a rank of `fabric check`, which records its steps in files.
 
-The script runs unchanged; `Fabric` in it is `RecordedFabric`, on the CPU, on as many ranks as the check says.
+The script runs unchanged; `Fabric` in it is `RecordedFabric`, on the CPU, with the number of ranks of RANKS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from fabric.checks import warn_of_raw
+from fabric.checks import warn_if_not_set_up
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import FabricError
 from fabric.core.tree import flatten
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FOLDER, STEPS, RANKS, BATCHES = [f"FABRIC_CHECK_{name}" for name in ("FOLDER", "STEPS", "RANKS", "BATCHES")]
-"""Variables: where records go, after how many steps the script ends, on how many ranks it runs; and, as JSON,
-how many ranks share the data, and the samples in a batch of all of them, by loader.
+"""Environment variables: the folder of the records; the number of steps after which the script ends; the
+number of ranks; and, as JSON, the number of data shards, and for each loader the size of the global batch.
 """
-_STARTED = ("_spawn", "_fork", "_forkserver", "_notebook")
+_LAUNCHER_SUFFIXES = ("_spawn", "_fork", "_forkserver", "_notebook")
 
 
 class Recorder:
-    """A callback of `Fabric`: after each step, what this rank has seen and which gradients it holds."""
+    """Callback of `Fabric` that records samples, losses and gradients of this rank after each step."""
 
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER])
@@ -52,14 +52,14 @@ class Recorder:
         self.losses: list[float] = []
         self.rows: list[int] = []
         self.shared: set[str] = set()
-        """Kinds of modules whose output for a sample depends on the others of its batch."""
+        """Classes of modules whose output for a sample depends on other samples of the batch."""
         self.warned: list[str] = []
-        """What says that ranks will compute something else than one process."""
+        """Warnings that several ranks compute something else than one process."""
         self.sizes: list[int | None] = []
-        """Of each loader's batches on this rank, as the script wrote them."""
+        """Batch size of each loader on this rank, as in the script."""
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """A model is set up: without dropout from here on, since ranks draw other numbers than one."""
+        """Turn dropout of a new model off: several ranks draw other random numbers than one."""
         self.models.append(module)
         for part in module.modules():
             if isinstance(part, Dropout):
@@ -70,7 +70,7 @@ class Recorder:
                 self.shared.add(type(part).__name__)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """One more step: write it down, and end with the last."""
+        """Write a record of this step, and end the process after the last one."""
         self.count += 1
         grads = {}
         for number, model in enumerate(self.models):
@@ -83,7 +83,7 @@ class Recorder:
                     ).clone()
         record: dict[str, Any] = {"grads": grads, "losses": self.losses, "rows": self.rows}
         share = strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        warn_of_raw(share["num_replicas"], model=False)  # a plain loss.backward() looks for none
+        warn_if_not_set_up(share["num_replicas"], no_model=False)  # a plain loss.backward() does not check
         record |= {"warned": self.warned, "sizes": self.sizes, "shared": sorted(self.shared), **share}
         rank = strategy.global_rank if strategy.world_size > 1 else 0
         torch.save(record, self.folder / f"step{self.count}-rank{rank}.pt")
@@ -95,23 +95,23 @@ class Recorder:
 
 
 class RecordedFabric(Fabric):
-    """The user's `Fabric`, on the CPU and on as many ranks as the check says."""
+    """The user's `Fabric`, on the CPU and on RANKS ranks."""
 
-    def __init__(self, **given: Any) -> None:
-        ranks, strategy = int(os.environ[RANKS]), given.get("strategy", "auto")
+    def __init__(self, **kwargs: Any) -> None:
+        ranks, strategy = int(os.environ[RANKS]), kwargs.get("strategy", "auto")
         if ranks == 1:
-            own = strategy.given["precision"] if isinstance(strategy, Strategy) else None
-            given |= {"strategy": "auto", "precision": given.get("precision") or own}
+            of_strategy = strategy.given["precision"] if isinstance(strategy, Strategy) else None
+            kwargs |= {"strategy": "auto", "precision": kwargs.get("precision") or of_strategy}
         elif isinstance(strategy, str):
-            given["strategy"] = next(
-                (strategy.removesuffix(e) for e in _STARTED if strategy.endswith(e)), strategy
+            kwargs["strategy"] = next(
+                (strategy.removesuffix(e) for e in _LAUNCHER_SUFFIXES if strategy.endswith(e)), strategy
             )
-        callbacks = given.get("callbacks") or []
+        callbacks = kwargs.get("callbacks") or []
         listed = callbacks if isinstance(callbacks, list) else [callbacks]
-        if isinstance(given.get("precision"), str | int) and "16" in str(given["precision"]):
-            given["precision"] = "32-true"  # in which differences are crisp
-        given |= {"accelerator": "cpu", "devices": ranks, "num_nodes": 1, "callbacks": [*listed, RECORDER]}
-        super().__init__(**given)
+        if isinstance(kwargs.get("precision"), str | int) and "16" in str(kwargs["precision"]):
+            kwargs["precision"] = "32-true"  # rounding of half precision would hide differences
+        kwargs |= {"accelerator": "cpu", "devices": ranks, "num_nodes": 1, "callbacks": [*listed, RECORDER]}
+        super().__init__(**kwargs)
 
     def backward(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass and record the loss."""
@@ -120,15 +120,15 @@ class RecordedFabric(Fabric):
             RECORDER.losses.append(float(tensor.detach()))
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
-        """Set up loaders that record; on one rank a loader joins the batches of all ranks."""
-        world, sizes = json.loads(os.environ[BATCHES])
-        wanted = [*sizes[len(RECORDER.sizes) :], *[None] * len(dataloaders)]
+        """Set up loaders that record their samples; on one rank a loader yields the batches of all ranks."""
+        world, recorded = json.loads(os.environ[BATCHES])
+        sizes = [*recorded[len(RECORDER.sizes) :], *[None] * len(dataloaders)]
         RECORDER.sizes += [getattr(loader, "batch_size", None) for loader in dataloaders]
-        given = [joined(loader, world, size) for loader, size in zip(dataloaders, wanted, strict=False)]
-        made = super().setup_dataloaders(*given, **kwargs)
-        for loader in [made] if len(dataloaders) == 1 else made:
+        joined = [join_batches(loader, world, size) for loader, size in zip(dataloaders, sizes, strict=False)]
+        wrapped = super().setup_dataloaders(*joined, **kwargs)
+        for loader in [wrapped] if len(dataloaders) == 1 else wrapped:
             loader.__class__ = _RecordedLoader
-        return made
+        return wrapped
 
 
 class _RecordedLoader(_FabricDataLoader):
@@ -138,8 +138,8 @@ class _RecordedLoader(_FabricDataLoader):
             yield batch
 
 
-class Joined:
-    """Batches of a sampler of the user's own, so many of them as one."""
+class JoinedBatchSampler:
+    """Concatenates `times` batches of the user's batch sampler to one."""
 
     def __init__(self, batches: Any, times: int) -> None:
         self.batches, self.times = batches, times
@@ -158,8 +158,8 @@ class Joined:
         return getattr(self.batches, name)
 
 
-def joined(loader: Any, times: int, size: int | None) -> Any:
-    """A copy of the loader with batches of this size; of a user's own batch sampler, so many in one."""
+def join_batches(loader: Any, times: int, size: int | None) -> Any:
+    """Return a copy of the loader whose batches have this size, or `times` batches of a user's sampler."""
     if times == 1 or not isinstance(loader, DataLoader):
         return loader
     made, batches = copy.copy(loader), loader.batch_sampler
@@ -170,12 +170,12 @@ def joined(loader: Any, times: int, size: int | None) -> Any:
         size = size or batches.batch_size * times
         made.__dict__["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
     elif batches is not None:
-        made.__dict__["batch_sampler"] = Joined(batches, times)
+        made.__dict__["batch_sampler"] = JoinedBatchSampler(batches, times)
     return made
 
 
 def digests(batch: Any) -> list[int]:
-    """A number for each sample of a batch, by its tensors; of a batch without tensors, none."""
+    """Return a hash of the tensors of each sample of a batch; [] for a batch without tensors."""
     tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = min([len(tensor) for tensor in tensors], default=0)
     sums = [0] * rows
@@ -186,23 +186,23 @@ def digests(batch: Any) -> list[int]:
     return sums
 
 
-def _note_warnings() -> None:
-    plain: Any = warnings.warn
+def _record_warnings() -> None:
+    original: Any = warnings.warn
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, **more: Any) -> None:
         if isinstance(category, type) and issubclass(category, RanksDifferWarning):
-            RECORDER.warned.append(str(message))  # also where the script ignores warnings
-        plain(message, category, stacklevel + 1, **more)
+            RECORDER.warned.append(str(message))  # also if the script ignores warnings
+        original(message, category, stacklevel + 1, **more)
 
     vars(warnings)["warn"] = warn
 
 
 def main() -> None:
-    """Run the script that the command line names, as `python script.py` or `python -m module` would."""
-    for name in ("fabric", "fabric.fabric"):  # where scripts take it from
+    """Run the script of the command line, as `python script.py` or `python -m module` would."""
+    for name in ("fabric", "fabric.fabric"):  # modules from which scripts import it
         vars(sys.modules[name])["Fabric"] = RecordedFabric
-    _note_warnings()
-    seed = _rank()  # draws of a script that seeds nothing differ between ranks, as without the check
+    _record_warnings()
+    seed = _rank()  # without a seed in the script, random numbers differ between ranks, as without the check
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -1,4 +1,4 @@
-"""The model that the contract of strategies trains: two blocks, so that a pipeline can cut it."""
+"""The model of the strategy contract: two blocks, so that a pipeline can split it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class SubjectHead(torch.nn.Linear):
         self.register_buffer("scale", torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 8) to (batch, 1)."""
+        """Map (batch, 8) to (batch, 1)."""
         return super().forward(x) * self.scale
 
 
 class Subject(torch.nn.Sequential):
-    """Two blocks, (batch, 4) to (batch, 1)."""
+    """Two blocks that map (batch, 4) to (batch, 1)."""
 
     def __init__(self) -> None:
         body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
@@ -31,13 +31,13 @@ class Subject(torch.nn.Sequential):
 
 
 def subject() -> tuple[Subject, torch.optim.Optimizer]:
-    """The model, always with the same values, and an optimizer of it."""
+    """Return the model, always with the same values, and its optimizer."""
     torch.manual_seed(1)
     net = Subject()
     return net, sgd(net)
 
 
 def sgd(net: Any) -> torch.optim.Optimizer:
-    """SGD with momentum for a model, set up or not."""
-    # Not Adam: it would forgive gradients that are summed instead of averaged.
+    """Return SGD with momentum for a model, set up or not."""
+    # Not Adam: it hides gradients that are summed instead of averaged.
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

@@ -1,6 +1,6 @@
-"""The rank's side of `RankPool`: serves one call after another and says what a call left behind.
+"""Worker process of `RankPool`: runs one call after another, and reports the side effects of each.
 
-Runs only in processes that `fabric.testing.pool` started; never decides about timeouts, the parent does.
+Runs only in processes that `fabric.testing.pool` started. The parent enforces timeouts.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 STACKS_SIGNAL = (
     signal.SIGUSR2
-)  # SIGUSR1 and SIGTERM belong to the code under test: schedulers announce the end with them
+)  # SIGUSR1 and SIGTERM are for the code under test: schedulers send them for preemption
 FINISH = b"finish"
 _SEED = 1234
 _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class RankInfo(NamedTuple):
-    """The place of this process in the running call, and a path that is fresh and shared by its ranks."""
+    """Rank of this process in the running call, and the path of a file store for its ranks."""
 
     rank: int
     world_size: int
     store: str
-    """Where ranks may meet, `init_method=f"file://{store}"`; still unused in a call with `group=False`."""
+    """For `init_method=f"file://{store}"`; unused in a call with `group=False`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One call on one rank, with the parent's surroundings: a warm process behaves like a fresh child."""
+class RankCall:
+    """One call on one rank, with the parent's environment, so that the worker behaves like a new child."""
 
     info: RankInfo
     call: bytes
@@ -67,16 +67,17 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankResult:
     """The result of a call on one rank: a pickled value, or an error."""
 
     value: bytes = b""
     error: BaseException | None = None
     text: str = ""
-    """The error as people read it, with its traceback."""
+    """The error's text with its traceback."""
     when: float = 0.0
     """`time.monotonic()` of the failure, comparable between the processes of one machine."""
     died: bool = False
+    """Whether the process ended without a result."""
 
     @property
     def failed(self) -> bool:
@@ -88,10 +89,10 @@ _info: RankInfo | None = None
 
 
 def rank_info() -> RankInfo:
-    """Rank, world size and store path of the call that this process is serving.
+    """Return rank, world size and store path of the call that this process is running.
 
     Raises:
-        UsageError: This process is no rank of a `RankPool`, or serves no call now.
+        UsageError: This process is not a rank of a `RankPool`, or runs no call now.
     """
     if _info is None:
         raise UsageError("rank_info() works inside a function that RankPool.run is running on a rank.")
@@ -99,14 +100,14 @@ def rank_info() -> RankInfo:
 
 
 def serve(calls: connection.Connection, stacks: connection.Connection) -> None:
-    """Answer calls until the parent closes `calls`. Stacks go to `stacks` whenever STACKS_SIGNAL arrives."""
-    os.setpgid(0, 0)  # a group of its own: the parent can stop this rank together with whatever it started
+    """Run calls until the parent closes `calls`. On STACKS_SIGNAL stacks are written to `stacks`."""
+    os.setpgid(0, 0)  # a separate process group: the parent can kill this rank with all its children
     threading.Thread(target=_die_with_parent, daemon=True, name="rank-pool-parent").start()
     faulthandler.register(STACKS_SIGNAL, file=stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
-    # How this rank was started must not be how its DataLoader workers are: those would import torch anew.
+    # DataLoader workers must not use this rank's start method, with which they would import torch again.
     set_start_method(None, force=True)
-    gc.freeze()  # the modules that came with the fork are never garbage: collecting skips them
+    gc.freeze()  # garbage collection skips the modules that the fork server loaded
     calls.send_bytes(b"ready")
     with contextlib.suppress(EOFError):
         while True:
@@ -114,8 +115,8 @@ def serve(calls: connection.Connection, stacks: connection.Connection) -> None:
 
 
 def child_processes() -> dict[int, str]:
-    """Living children of this process but for multiprocessing's helpers: pid to command line. Linux only."""
-    active_children()  # reaps those that have ended
+    """Return live children, except multiprocessing's helpers: pid to command line. Linux only."""
+    active_children()  # reaps children that ended
     children = {}
     for listing in Path("/proc/self/task").glob("*/children"):
         for pid in _read(listing).split():
@@ -135,30 +136,31 @@ def _read(path: Path) -> str:
 
 
 def _die_with_parent() -> None:
-    # Also on SIGKILL of the parent, and in the middle of a call: the kernel closes the sentinel's other end.
-    # PR_SET_PDEATHSIG would watch the wrong process, since for the kernel the parent is the fork server.
+    # Works on SIGKILL of the parent, and during a call: the kernel closes the other end of the sentinel.
+    # PR_SET_PDEATHSIG does not: the kernel's parent of this process is the fork server.
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
         os.killpg(0, signal.SIGKILL)
 
 
-def _serve_call(calls: connection.Connection, job: Job) -> None:
+def _serve_call(calls: connection.Connection, call: RankCall) -> None:
     global _info
-    _take_surroundings(job)
-    _info = job.info
+    _apply_environment(call)
+    _info = call.info
     before, hook = _snapshot(), sys.excepthook
-    answer = _answer(job)
-    calls.send_bytes(pickle.dumps(answer))
-    # The group stays up until every rank has answered: closed sockets would fail a peer's last collective.
+    calls.send_bytes(pickle.dumps(_run(call)))
+    # The group exists until every rank has a result: closed sockets would fail a peer's last collective.
     if calls.recv_bytes() == FINISH:
-        left = _leave_group(job) + _left_behind(before)
-        calls.send_bytes(pickle.dumps(_leak_answer(left)))
-    sys.excepthook = hook  # each process group puts one of its own around it: after some hundreds none works
+        leaks = _destroy_group(call) + _leaks_since(before)
+        calls.send_bytes(pickle.dumps(_leak_result(leaks)))
+    sys.excepthook = (
+        hook  # each process group wraps the hook: after some hundreds the recursion limit fails it
+    )
     _info = None
 
 
-def _take_surroundings(job: Job) -> None:
+def _apply_environment(job: RankCall) -> None:
     sys.path[:] = job.path
     if os.environ != job.environ:
         os.environ.clear()
@@ -171,19 +173,19 @@ def _take_surroundings(job: Job) -> None:
         numpy.random.seed(_SEED)
 
 
-def _answer(job: Job) -> Answer:
+def _run(job: RankCall) -> RankResult:
     try:
         if job.group:
-            _join_group(job)
+            _init_group(job)
         function, args, kwargs = pickle.loads(job.call)
         with _warnings(job):
             value = function(*args, **kwargs)
-        return Answer(value=_pickled(value))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: this process must answer
+        return RankResult(value=_pickled(value))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt, too: the parent waits for a result
         return _failure(error)
 
 
-def _join_group(job: Job) -> None:
+def _init_group(job: RankCall) -> None:
     info = job.info
     with collectives_recorded():
         dist.init_process_group(
@@ -208,7 +210,7 @@ def _backend_on(name: str, info: RankInfo) -> str:
 
 
 @contextlib.contextmanager
-def _warnings(job: Job) -> Iterator[None]:
+def _warnings(job: RankCall) -> Iterator[None]:
     with warnings.catch_warnings():
         if job.warnings_as_errors:
             warnings.simplefilter("error")
@@ -222,20 +224,20 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception as error:
         raise UsageError(
-            f"The function returned a {type(value).__qualname__}, which cannot be sent back ({error}). "
+            f"The function returned a {type(value).__qualname__}, which cannot be pickled ({error}). "
             f"Return plain data or tensors."
         ) from error
 
 
-def _failure(error: BaseException) -> Answer:
+def _failure(error: BaseException) -> RankResult:
     when = time.monotonic()
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `_answer`
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `_run`
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return Answer(error=_sendable(error), text=text, when=when)
+    return RankResult(error=_picklable(error), text=text, when=when)
 
 
-def _sendable(error: BaseException) -> BaseException:
-    """The error itself where it survives pickling, else a RankError with its text."""
+def _picklable(error: BaseException) -> BaseException:
+    """Return the error, or a RankError with its text if it does not pickle."""
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
         return copy.with_traceback(None)
@@ -254,22 +256,22 @@ def _snapshot() -> dict[str, Any]:
     }
 
 
-def _left_behind(before: dict[str, Any]) -> list[str]:
+def _leaks_since(before: dict[str, Any]) -> list[str]:
     after = _snapshot()
     if after["child process"] or after["thread"].keys() != before["thread"].keys():
-        gc.collect()  # an abandoned iterator in a reference cycle still holds its processes and threads
+        gc.collect()  # an unreferenced iterator in a reference cycle keeps its processes and threads
         after = _snapshot()
     return [f"{kind}{change}" for kind in after for change in changes(before[kind], after[kind])]
 
 
 def user_environ() -> dict[str, str]:
-    """The environment less what torch itself sets when it loads its compiler, and pytest before each test."""
-    own = ("TORCHINDUCTOR_", "TRITON_", "PYTEST_CURRENT_TEST")
-    return {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    """Return the environment without variables that torch's compiler and pytest set themselves."""
+    ignored = ("TORCHINDUCTOR_", "TRITON_", "PYTEST_CURRENT_TEST")
+    return {key: value for key, value in os.environ.items() if not key.startswith(ignored)}
 
 
 def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
-    """Return the differences between two tables, one text per key, to follow the name of the kind."""
+    """Return the differences between two tables, one text per key, to be put after the name of the table."""
     absent = object()
     found = []
     for key in sorted({*before, *after}, key=str):
@@ -284,7 +286,7 @@ def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
     return found
 
 
-def _leave_group(job: Job) -> list[str]:
+def _destroy_group(job: RankCall) -> list[str]:
     initialised = dist.is_initialized()
     if initialised:
         dist.destroy_process_group()
@@ -295,8 +297,8 @@ def _leave_group(job: Job) -> list[str]:
     return []
 
 
-def _leak_answer(left: list[str]) -> Answer:
-    if not left:
-        return Answer()
-    text = "The call left traces in its process:\n" + "\n".join(f"  {trace}" for trace in left)
-    return Answer(error=UsageError(text), text=text, when=time.monotonic())
+def _leak_result(leaks: list[str]) -> RankResult:
+    if not leaks:
+        return RankResult()
+    text = "The call left traces in its process:\n" + "\n".join(f"  {leak}" for leak in leaks)
+    return RankResult(error=UsageError(text), text=text, when=time.monotonic())

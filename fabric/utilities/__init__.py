@@ -1,4 +1,4 @@
-"""Helpers by topic, one module each; the names that users import from here load on first use."""
+"""Helpers, one module per topic. The names of this package load on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Conversions of nested data, leaf by leaf: to a device, to tensors, to numbers.
+"""Convert the leaves of nested data: to a device, to tensors, to numbers. Containers are not modified.
 
-Called per batch by the data loader and by `Fabric`. Never changes the containers that it was given.
+Called per batch by the data loader and by `Fabric`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BLOCKING = ("cpu", "mps")  # an asynchronous copy to these may be read before i
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """`batch` with every tensor, and everything else that has a `to` method, on `device`.
+    """Return `batch` with every tensor, and every other object with a `to` method, on `device`.
 
     Args:
-        batch: Any nesting of dict, list, tuple, namedtuple, dataclass; containers keep their type. Tensors
-            that are on the device already are returned as such. A container with its own `to` method uses it.
+        batch: Any nesting of dict, list, tuple, namedtuple, dataclass; containers keep their type. Tensors on
+            the device are returned without a copy. A container with a `to` method is moved by it.
         device: Copies to an accelerator do not block the host (they overlap if the source is pinned).
     """
     target = torch.device(device)
@@ -34,20 +34,20 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
 
 
 def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
-    """`data` with numbers, numpy arrays and numpy scalars as new tensors on `device`; tensors are moved.
+    """Return `data` with numbers, numpy arrays and numpy scalars as new tensors on `device`; tensors moved.
 
-    Dtypes are torch's own choice (bool: bool, int: int64, float: the default dtype); numpy's are kept. Other
-    leaves stay as they are.
+    Numbers get torch's default dtypes (bool: bool, int: int64, float: the default dtype); numpy's are kept.
+    Other leaves are unchanged.
     """
     target = torch.device(device)
     return map_tree(lambda leaf: _to_tensor(leaf, target), data)
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """`data` with every one-element tensor as a Python number.
+    """Return `data` with every one-element tensor as a Python number.
 
     Raises:
-        ConfigurationError: A tensor has more or less than one element.
+        ConfigurationError: A tensor does not have exactly one element.
     """
     return map_tree(_to_scalar, data)
 
@@ -68,12 +68,12 @@ def _move(data: Any, device: torch.device, non_blocking: bool) -> Any:
 def _move_rare(data: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(data, Tensor):
         return data.to(device, non_blocking=non_blocking)
-    # Before looking inside: torch's PackedSequence is a namedtuple, and one of its tensors must stay on CPU.
+    # Before containers: torch's PackedSequence is a namedtuple, and one of its tensors must stay on CPU.
     if callable(getattr(type(data), "to", None)):
         moved = data.to(device)
-        return data if moved is None else moved  # a `to` that forgot to return self
+        return data if moved is None else moved  # a `to` without `return self`
     if is_node(data):
-        # `map_tree`, one level deep: deeper, a node's own `to` must be asked first.
+        # One level only, not `map_tree`: a nested container may have a `to` method.
         items = children(data)
         spec = Spec(type(data), tuple([key for key, _ in items]), (LEAF,) * len(items))
         return unflatten([_move(value, device, non_blocking) for _, value in items], spec, data)
@@ -88,10 +88,10 @@ def _to_tensor(leaf: Any, device: torch.device) -> Any:
         return leaf.to(device)
     if isinstance(leaf, bool | int | float | complex) and type(leaf).__module__ == "builtins":
         return torch.tensor(leaf, device=device)
-    numpy = sys.modules.get("numpy")  # an array cannot be there without it
+    numpy = sys.modules.get("numpy")  # without it there are no arrays
     if numpy is None or not isinstance(leaf, numpy.ndarray | numpy.generic) or leaf.dtype.kind not in "biufc":
         return leaf
-    # A copy in native byte order: torch takes no other, and in-place results must not reach the user.
+    # A copy in native byte order: torch supports no other, and in-place results must not change the user's.
     native = numpy.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(native).to(device)
 
@@ -101,6 +101,6 @@ def _to_scalar(leaf: Any) -> Any:
         return leaf
     if leaf.numel() != 1:
         raise ConfigurationError(
-            f"A tensor of shape {tuple(leaf.shape)} is no scalar. Reduce it first, for example value.mean()."
+            f"A tensor of shape {tuple(leaf.shape)} is not a scalar. Reduce it first: value.mean()."
         )
     return leaf.item()

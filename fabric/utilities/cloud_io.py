@@ -1,6 +1,6 @@
-"""Files under paths of any kind: local ones by pathlib, `s3://` and the like by fsspec, loaded on first need.
+"""Read and write files: local ones with pathlib, URLs such as `s3://...` with fsspec, imported on first use.
 
-Called by loggers and checkpoint IO. Never caches a remote file.
+Called by loggers and checkpoint IO. Remote files are never cached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __getattr__ = lazy_names(__name__)
 
 
 def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
-    """The fsspec file system that `path` names by its scheme; `kwargs` (credentials, ...) go to it.
+    """Return the fsspec file system for the scheme of `path`; `kwargs` (credentials, ...) are passed to it.
 
     Raises:
         MissingExtraError: fsspec, or its driver for this scheme, is not installed.
-        ConfigurationError: fsspec knows no such scheme.
+        ConfigurationError: fsspec does not support the scheme.
     """
     try:
         from fsspec.core import url_to_fs
@@ -37,23 +37,23 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         if not missing and "Protocol not known" not in str(error):
             raise
         raise (MissingExtraError if missing else ConfigurationError)(
-            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL of a kind that fsspec knows, "
-            "with its driver: s3://BUCKET/NAME after `pip install fsspec s3fs`."
+            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL that fsspec supports, with "
+            "its driver: s3://BUCKET/NAME after `pip install fsspec s3fs`."
         ) from error
-    filesystem.invalidate_cache()  # others write there, too
+    filesystem.invalidate_cache()  # other processes write files, too
     return filesystem
 
 
 def is_url(path: PathLike) -> bool:
-    """Whether `path` names a scheme: `s3://...`, `memory://...`, `file://...`."""
+    """Whether `path` has a scheme: `s3://...`, `memory://...`, `file://...`."""
     return "://" in os.fspath(path)
 
 
 def local_path(path: PathLike) -> Path | None:
-    """The absolute path on this machine's file systems; None for a URL of another kind.
+    """Return the absolute local path; None for a URL other than `file://` and `local://`.
 
     Raises:
-        ConfigurationError: A URL went through `pathlib`, which takes out a slash.
+        ConfigurationError: `path` is a URL that was made a `Path`, which removes a slash.
     """
     if is_url(path):
         scheme, _, rest = os.fspath(path).partition("://")
@@ -61,29 +61,29 @@ def local_path(path: PathLike) -> Path | None:
     broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
     if isinstance(path, Path) and broken:
         raise ConfigurationError(
-            f"{path!r} was a URL, and Path took a slash out of it. Pass the string "
+            f"{path!r} was a URL, but Path removes a slash from URLs. Pass the string "
             f"{str(path).replace(':/', '://', 1)!r}."
         )
     return Path(path).absolute()
 
 
 def target_path(path: PathLike) -> Path | None:
-    """Return the local path to write to; for a link its target, whether that exists or not."""
+    """Return the local path to write to; for a symbolic link its target, which need not exist."""
     local = local_path(path)
-    if local is None or not local.is_symlink() or local.is_fifo():  # /dev/stdout: a pipe without a name
+    if local is None or not local.is_symlink() or local.is_fifo():  # /dev/stdout links to an unnamed pipe
         return local
     return Path(os.path.realpath(local))
 
 
 def join_path(root: PathLike, *parts: str) -> str:
-    """`root` extended by `parts`; a URL keeps its slashes."""
+    """Return `root` extended by `parts`; a URL keeps its slashes."""
     if is_url(root):
         return "/".join([os.fspath(root).rstrip("/"), *parts])
     return str(Path(root).joinpath(*parts))
 
 
 def list_directory(path: PathLike) -> list[str]:
-    """The names in a directory; none if it does not exist."""
+    """Return the names in a directory; [] if it does not exist."""
     try:
         if is_url(path):
             return [
@@ -95,7 +95,7 @@ def list_directory(path: PathLike) -> list[str]:
 
 
 def read_text(path: PathLike) -> str | None:
-    """The text of a file with its line ends unchanged; None if it does not exist."""
+    """Return the text of a file with its line ends unchanged; None if it does not exist."""
     try:
         if is_url(path):
             return str(get_filesystem(path).cat_file(os.fspath(path)).decode())
@@ -105,9 +105,7 @@ def read_text(path: PathLike) -> str | None:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write `text` as a whole file, making its directory. A local one is replaced at once: nobody reads half
-    of it.
-    """
+    """Write `text` to a file, and create its directory. A local file is replaced atomically."""
     if is_url(path):
         system = get_filesystem(path)
         system.makedirs(os.fspath(path).rsplit("/", 1)[0], exist_ok=True)
@@ -115,13 +113,13 @@ def write_text(path: PathLike, text: str) -> None:
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    aside.write_bytes(text.encode())
-    aside.replace(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_bytes(text.encode())
+    temporary.replace(target)
 
 
 def append_text(path: PathLike, text: str) -> None:
-    """Add `text` to the end of a file. Object stores cannot: there the file is read and written anew."""
+    """Append `text` to a file. On object stores, which cannot append, the file is read and rewritten."""
     if is_url(path):
         write_text(path, (read_text(path) or "") + text)
         return

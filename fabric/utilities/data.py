@@ -1,4 +1,4 @@
-"""Small facts about datasets and loaders, and the attribute dict. Called by the data path and by users."""
+"""Lengths of loaders, the number of workers, and `AttributeDict`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __getattr__ = lazy_names(__name__)
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries are attributes too: `state.step` is `state["step"]`."""
+    """A dict whose entries are also attributes: `state.step` is `state["step"]`."""
 
     def __getattr__(self, key: str) -> Any:
         try:
             return self[key]
         except KeyError:
             raise AttributeError(
-                f"Missing attribute {key!r}; there are {', '.join(map(repr, self)) or 'none'}"
+                f"Missing attribute {key!r}; existing: {', '.join(map(repr, self)) or 'none'}"
             ) from None
 
     def __setattr__(self, key: str, value: Any) -> None:
@@ -44,12 +44,12 @@ class AttributeDict(dict[str, Any]):
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Whether the dataset of `dataloader` is an `IterableDataset`: no indices, no sampler."""
+    """Whether the dataset of `dataloader` is an `IterableDataset`."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def has_len(dataloader: object) -> TypeGuard[Sized]:
-    """Whether `len(dataloader)` works. Warns if it is 0, or if workers may make it wrong."""
+    """Whether `len(dataloader)` works. Warns if it is 0, or may be wrong because of several workers."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(
@@ -57,7 +57,7 @@ def has_len(dataloader: object) -> TypeGuard[Sized]:
         )
     if length and has_iterable_dataset(dataloader) and getattr(dataloader, "num_workers", 0) > 1:
         rank_zero_warn(
-            f"`{type(dataloader).__name__}` takes its length from an IterableDataset and has many workers. "
+            f"`{type(dataloader).__name__}` has the length of its IterableDataset and several workers. "
             f"Split the data in `__iter__` by `torch.utils.data.get_worker_info()`, else every worker yields "
             f"all of it."
         )
@@ -65,7 +65,7 @@ def has_len(dataloader: object) -> TypeGuard[Sized]:
 
 
 def sized_len(dataloader: object) -> int | None:
-    """`len(dataloader)`, or None where it has none."""
+    """Return `len(dataloader)`; None: it has no length."""
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -73,7 +73,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the number of dataloader workers per process, so that processes of this node share the cores.
+    """Return the number of dataloader workers per process, an equal share of this node's cores.
 
     Args:
         local_world_size: Processes on this node, at least 1.

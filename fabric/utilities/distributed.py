@@ -1,4 +1,4 @@
-"""Splitting any sampler over ranks, and whether nodes share a directory. Never starts a process group."""
+"""`DistributedSamplerWrapper` and `is_shared_filesystem`. Never starts a process group."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __getattr__ = lazy_names(__name__)
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Each rank's share of what `sampler` yields, in place of the indices of a dataset.
+    """Each rank's shard of the samples of any `sampler`.
 
-    All ranks draw from `sampler` with equal generators, made from `seed`, the epoch, and how often it was
-    iterated since `set_epoch`: shares never overlap, also where the ranks' own generators differ. A sampler
-    with a generator of its own must have equal ones on all ranks.
+    All ranks iterate `sampler` with equal random generators, seeded by `seed`, the epoch, and the number of
+    iterations since `set_epoch`. Shards never overlap, even if the ranks' own generators differ. A sampler
+    with its own generator must have equal ones on all ranks.
 
     Args:
-        sampler: Yields indices, or lists of them; has a length.
+        sampler: Yields indices, or lists of them; must have a length.
         args: As for `torch.utils.data.DistributedSampler`, without its dataset.
-        kwargs: Likewise (`num_replicas`, `rank`, `shuffle`, `seed`, `drop_last`).
+        kwargs: As for the same (`num_replicas`, `rank`, `shuffle`, `seed`, `drop_last`).
 
     Raises:
         ArgumentTypeError: `sampler` has no length.
@@ -42,24 +42,24 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
     def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         if not isinstance(sampler, Sized):
             raise ArgumentTypeError(
-                f"{type(sampler).__name__} has no `__len__`, so its indices cannot be shared out evenly. "
-                f"Give it one, or pass use_distributed_sampler=False and split the data yourself."
+                f"{type(sampler).__name__} has no `__len__`, so its indices cannot be sharded evenly. "
+                f"Add a `__len__`, or pass use_distributed_sampler=False and split the data yourself."
             )
-        super().__init__(sampler, *args, **kwargs)  # type: ignore[arg-type]  # of which it asks the length
-        self._passes = 0
+        super().__init__(sampler, *args, **kwargs)  # type: ignore[arg-type]  # only its length is used
+        self._iterations = 0
 
     def __iter__(self) -> Iterator[Any]:
         with isolate_rng():
-            seed_streams(derive_seed(self.seed, self.epoch, self._passes))
-            drawn = list(self.dataset)  # type: ignore[call-overload]
-        self._passes += 1
+            seed_streams(derive_seed(self.seed, self.epoch, self._iterations))
+            samples = list(self.dataset)  # type: ignore[call-overload]
+        self._iterations += 1
         order = super().__iter__()
-        return (drawn[index] for index in order)
+        return (samples[index] for index in order)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; call it on all ranks before iterating."""
         super().set_epoch(epoch)
-        self._passes = 0
+        self._iterations = 0
         if callable(inner := getattr(self.dataset, "set_epoch", None)):
             inner(epoch)
 
@@ -69,7 +69,7 @@ def is_shared_filesystem(strategy: Any, path: PathLike | None = None, timeout: i
 
     Args:
         strategy: A launched strategy.
-        path: An existing directory or file; None: the working directory. Remote ones are shared.
+        path: An existing directory or file; None: the working directory. URLs count as shared.
         timeout: Seconds that a rank waits for rank zero's file to appear.
 
     Raises:
@@ -80,14 +80,14 @@ def is_shared_filesystem(strategy: Any, path: PathLike | None = None, timeout: i
         return True
     if getattr(strategy, "world_size", None) == 1:
         return True
-    place = Path.cwd() if path is None else Path(path).absolute()
-    if not strategy.reduce_boolean_decision(strategy.broadcast(str(place)) == str(place), all=True):
-        return False  # different paths cannot be told to be one place
-    if not strategy.reduce_boolean_decision(place.exists(), all=True):
-        raise FileNotFoundError(f"{place} does not exist on every rank. Create it on all nodes first.")
+    local = Path.cwd() if path is None else Path(path).absolute()
+    if not strategy.reduce_boolean_decision(strategy.broadcast(str(local)) == str(local), all=True):
+        return False  # whether different paths are one directory is unknown
+    if not strategy.reduce_boolean_decision(local.exists(), all=True):
+        raise FileNotFoundError(f"{local} does not exist on every rank. Create it on all nodes first.")
     if getattr(strategy, "num_nodes", None) == 1:
         return True
-    return _all_see_file(strategy, place if place.is_dir() else place.parent, timeout)
+    return _all_see_file(strategy, local if local.is_dir() else local.parent, timeout)
 
 
 def _all_see_file(strategy: Any, directory: Path, timeout: int) -> bool:
@@ -99,9 +99,9 @@ def _all_see_file(strategy: Any, directory: Path, timeout: int) -> bool:
         except OSError as error:
             written = f"!{error}"
     written = strategy.broadcast(written)
-    if written.startswith("!"):  # raised on all ranks: the others would wait for rank zero
+    if written.startswith("!"):  # raised on all ranks, which would otherwise wait for rank zero
         raise ConfigurationError(
-            f"Rank zero cannot write into {directory}: {written[1:]}. Name another path."
+            f"Rank zero cannot write into {directory}: {written[1:]}. Pass another path."
         )
     deadline = time.monotonic() + timeout
     while not (seen := Path(written).exists()) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A string enum that compares without regard to case, for users' code. The package itself uses Literals."""
+"""`LightningEnum`: a string enum that ignores case, for users' code. The package itself uses Literals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def from_str(cls, value: str, source: Source = "key") -> Self:
-        """The member that `value` names; case is ignored, and "-" counts as "_" in keys.
+        """Return the member with key or value `value`; case is ignored, and "-" equals "_" in keys.
 
         Raises:
             ConfigurationError: Nothing matches.
@@ -25,18 +25,18 @@ class LightningEnum(str, Enum):
         found = cls.try_from_str(value, source)
         if found is None:
             raise ConfigurationError(
-                f"{value!r} is no {source if source != 'any' else 'key or value'} of {cls.__name__}. "
+                f"{value!r} is not a {source if source != 'any' else 'key or value'} of {cls.__name__}. "
                 f"Write one of {', '.join(repr(m.value if source == 'value' else m.name) for m in cls)}."
             )
         return found
 
     @classmethod
     def try_from_str(cls, value: str, source: Source = "key") -> Self | None:
-        """Like `from_str`, but None where nothing matches."""
-        wanted = value.lower()
+        """Return as `from_str` does, but None if nothing matches."""
+        lowered = value.lower()
         for member in cls:
-            by_key = source in ("key", "any") and member.name.lower() == wanted.replace("-", "_")
-            if by_key or (source in ("value", "any") and member.value.lower() == wanted):
+            by_key = source in ("key", "any") and member.name.lower() == lowered.replace("-", "_")
+            if by_key or (source in ("value", "any") and member.value.lower() == lowered):
                 return member
         return None
 
@@ -46,7 +46,7 @@ class LightningEnum(str, Enum):
         return isinstance(other, str) and self.value.lower() == other.lower()
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # str has a __ne__ of its own, which minds the case
+        return not self == other  # str.__ne__ is case-sensitive
 
     def __hash__(self) -> int:
         return hash(self.value.lower())

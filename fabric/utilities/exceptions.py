@@ -1,4 +1,4 @@
-"""The name under which migrated code catches configuration errors. Defines nothing itself."""
+"""Module path of Lightning Fabric for its name of `ConfigurationError`."""
 
 from fabric.core.errors import ConfigurationError
 

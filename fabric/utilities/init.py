@@ -1,7 +1,4 @@
-"""Modules without initial values: skip torch.nn.init, and find parameters on the meta device.
-
-Called by strategies around the user's module construction. Never changes a tensor.
-"""
+"""`EmptyInit`: construct modules without initial values. Also finds meta parameters, and names modules."""
 
 from __future__ import annotations
 
@@ -24,21 +21,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RANK_LOCAL = "_fabric_rank_local"
-"""Attribute of modules: names of their own buffers that each rank keeps for itself. A copy has it, too."""
+"""Attribute of modules: names of their buffers that each rank keeps for itself. Copied with the module."""
 MODEL_NAME = "_fabric_name"
-"""Attribute of a module that was set up: `model 0 (Actor)`, by its number in the order of setup."""
+"""Attribute of a module that was set up: `model 0 (Actor)`, numbered in the order of setup."""
 
-# Bodies, of one operation, of nn.init functions that do not announce themselves (xavier_*, ones_). Others
-# must not be cut short inside: trunc_normal_ draws until its values fit, and uninitialised memory may never
-# fit.
+# Helpers, of one operation, of nn.init functions that call no __torch_function__ (xavier_*, ones_). Other
+# functions run in full: trunc_normal_ repeats until its values fit, which NaN never does.
 _FILLS = frozenset({*INIT_FILLS, "kaiming_normal_"})
 
 
 class EmptyInit(TorchFunctionMode):
-    """A context in which `torch.nn.init` functions draw nothing, for weights that are loaded.
+    """Context in which `torch.nn.init` functions write NaN, for weights that are loaded afterwards.
 
-    Their tensor becomes NaN (one of integers stays as it is), so that what nobody loads is seen in the first
-    loss. `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run.
+    With weights that were not loaded the first loss is NaN. Integer tensors are unchanged.
+    `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run.
     """
 
     def __torch_function__(
@@ -54,7 +50,7 @@ class EmptyInit(TorchFunctionMode):
 
 
 def has_meta_parameters(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of `module` is on the meta device: it has a shape and no values."""
+    """Whether a parameter or buffer of `module` is on the meta device, which holds no values."""
     return any([tensor.is_meta for tensor in chain(module.parameters(), module.buffers())])
 
 
@@ -64,7 +60,7 @@ def _called_from_fill() -> bool:
 
 
 def describe_module(module: nn.Module) -> str:
-    """A module in a few words, the same for modules of the same parameters: `Net: 4 tensors, ...`."""
+    """Return a description that is equal for modules with equal parameters: `Net: 4 tensors, ...`."""
     if lazy := [name for name, tensor in module.named_parameters() if is_lazy(tensor)]:
         raise UsageError(
             f"{type(module).__name__} has parameters without a shape ({lazy[0]}), of a lazy module. Run one "
@@ -77,11 +73,11 @@ def describe_module(module: nn.Module) -> str:
 
 
 def name_of(module: nn.Module) -> str:
-    """`model 0 (Actor)`; the class alone of a module that was not set up."""
+    """Return `model 0 (Actor)`; for a module that was not set up its class name."""
     return str(module.__dict__.get(MODEL_NAME, type(module).__name__.removeprefix("FSDP")))
 
 
 def names_of_owners(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> str:
-    """`model 0 (Actor), model 2 (Critic)`: those of `models` that have one of the parameters."""
-    held = {id(parameter) for parameter in parameters}
-    return ", ".join([name_of(model) for model in models if not held.isdisjoint(map(id, model.parameters()))])
+    """Return `model 0 (Actor), model 2 (Critic)`: the names of models that have any of the parameters."""
+    ids = {id(parameter) for parameter in parameters}
+    return ", ".join([name_of(model) for model in models if not ids.isdisjoint(map(id, model.parameters()))])

@@ -1,4 +1,4 @@
-"""A path of Lightning Fabric; what is behind its names: `fabric/core/lightning_names.py`."""
+"""Module path of Lightning Fabric; `core/lightning_names.py` maps its names."""
 
 from fabric.core.lazy import lazy_names
 

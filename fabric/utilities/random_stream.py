@@ -1,4 +1,4 @@
-"""`RandomStream`: ranks that work on one thing draw alike, and inside of their own parts differently."""
+"""`RandomStream`: different random numbers on ranks that otherwise have equal random states."""
 
 from __future__ import annotations
 
@@ -18,58 +18,58 @@ if TYPE_CHECKING:
 
 
 class RandomStream:
-    """The random numbers of one of several ranks that draw alike outside of this.
+    """A rank's random stream, used as a context; outside of it ranks have equal random states.
 
-    What a rank draws inside is a function of its place and of the global generators, which are as before
-    afterwards; if any rank has drawn, they go one step on, on all ranks alike.
+    Inside, the stream is a function of `index` and of the global generators, which are restored afterwards.
+    If any rank used random numbers, `advance` moves the global generators one step on all ranks.
 
     Args:
-        place: Of the rank; None: it is the only one, and draws as plain torch does.
-        device: Whose generators are meant, beside those of the host.
+        index: Of the rank among those with equal states; None: it is the only one, and uses torch's streams.
+        device: Its generator is included, in addition to the host's.
     """
 
-    def __init__(self, place: int | None, device: torch.device) -> None:
-        self._place = place or 0
-        self._generators: list[Any] = [] if place is None else [torch.default_generator]
-        if place is not None and _has_streams(device):
+    def __init__(self, index: int | None, device: torch.device) -> None:
+        self._index = index or 0
+        self._generators: list[Any] = [] if index is None else [torch.default_generator]
+        if index is not None and _has_own_generator(device):
             self._generators.append(_DeviceGenerator(device))
-        self._fresh: list[Tensor] = []
+        self._initial: list[Tensor] = []
         self.drawn = False
-        """Whether this rank, or one that it has heard of, has drawn."""
+        """Whether this rank, or another one (set by the caller), used random numbers."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Context in which the generators are this rank's."""
+        """Context in which the generators have this rank's stream."""
         before = [generator.get_state() for generator in self._generators]
         self.drawn = False
         base = zlib.crc32(b"".join([state.numpy().tobytes() for state in before]))
         for number, generator in enumerate(self._generators):
-            generator.manual_seed(derive_seed(base, self._place, number) & (2**63 - 1))
-        self._fresh = [generator.get_state() for generator in self._generators]
+            generator.manual_seed(derive_seed(base, self._index, number) & (2**63 - 1))
+        self._initial = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
 
-    def look(self) -> bool:
-        """Whether anything has been drawn so far, here or where `heard` knows of."""
+    def update_drawn(self) -> bool:
+        """Set and return `drawn`; call it inside the context."""
         if not self.drawn:
             now = [generator.get_state() for generator in self._generators]
             self.drawn = not all(
-                [torch.equal(one, other) for one, other in zip(now, self._fresh, strict=True)]
+                [torch.equal(one, other) for one, other in zip(now, self._initial, strict=True)]
             )
         return self.drawn
 
-    def go_on(self) -> None:
-        """After the context: one step, if any rank has drawn."""
+    def advance(self) -> None:
+        """Move the global generators one step if any rank used random numbers; call it after the context."""
         if self.drawn:
             for generator in self._generators:
                 torch.rand(1, device=generator.device)
 
 
 class _DeviceGenerator:
-    """The default generator of a device, whose module has functions for its state, not always the object."""
+    """The default generator of a device, through `get_rng_state` and `set_rng_state` of its module."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._module = device, torch.get_device_module(device)
@@ -86,16 +86,16 @@ class _DeviceGenerator:
 
 
 def default_generator(device: torch.device) -> Any:
-    """The default generator of a device: has `get_state` and `set_state`."""
+    """Return the default generator of a device, with `get_state` and `set_state`."""
     return torch.default_generator if device.type == "cpu" else _DeviceGenerator(device)
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Context after which the generators of the host and of `device` are as before."""
-    if not _has_streams(device):
+    """Context that restores the generators of the host and of `device`."""
+    if not _has_own_generator(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
-def _has_streams(device: torch.device) -> bool:
-    return device.type not in ("cpu", "mps", "meta")  # that of mps is the one that torch.manual_seed knows
+def _has_own_generator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "mps", "meta")  # mps uses the generator of torch.manual_seed

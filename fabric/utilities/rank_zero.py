@@ -1,6 +1,6 @@
-"""Calls that only rank zero makes: the decorator, and logging, warnings and deprecations through it.
+"""`rank_zero_only`, and logging, warnings and deprecations on rank zero only.
 
-Used all over the package and by user code. Never asks torch.distributed: launch or env sets the rank.
+Does not use torch.distributed: the launch or environment variables set the rank.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
-# Each may be stale or local on its own (SLURM_PROCID=0 in an interactive allocation, LOCAL_RANK per node), so
-# a process is rank zero only where all of them say so.
+# Each may be stale or local (SLURM_PROCID=0 in an interactive allocation, LOCAL_RANK per node), so a process
+# is rank zero only if none of them is above 0.
 _RANK_VARIABLES = ("SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """Something of the public surface will be removed."""
+    """A public name will be removed."""
 
 
 class _RankZeroOnly:
-    """The decorator `@rank_zero_only`: on other ranks the function returns None at once, or `default` of
-    `rank_zero_only(function, default=...)`.
+    """The decorator `@rank_zero_only`: on other ranks the function returns None without running, or `default`
+    of `rank_zero_only(function, default=...)`.
 
     `rank_zero_only.rank` is the global rank of this process.
     """
@@ -41,7 +41,7 @@ class _RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The global rank: what the launch set, else what the environment says, else 0. None forgets it."""
+        """The global rank: set by the launch, else from environment variables, else 0. Set None to reset."""
         return _rank_from_environment() if self._rank is None else self._rank
 
     @rank.setter
@@ -53,7 +53,7 @@ class _RankZeroOnly:
     @overload
     def __call__(self, fn: Callable[P, T], default: R) -> Callable[P, T | R]: ...
     def __call__(self, fn: Callable[P, T], default: Any = None) -> Callable[P, Any]:
-        """`fn` as a function that returns `default` at once on every rank but zero."""
+        """Return a function that runs `fn` on rank zero, and returns `default` on all other ranks."""
 
         @functools.wraps(fn)
         def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -62,7 +62,7 @@ class _RankZeroOnly:
         return on_rank_zero
 
     def __reduce__(self) -> str:
-        return "rank_zero_only"  # one per process: a pickled function must see the rank of where it runs
+        return "rank_zero_only"  # a pickled function must use the rank of the process that unpickles it
 
 
 def _rank_from_environment() -> int:
@@ -77,12 +77,12 @@ rank_zero_only = _RankZeroOnly()
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """`message` after "[rank: 3] "; as it is if `rank` is None."""
+    """Return `message` with the prefix "[rank: 3] "; without one if `rank` is None."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
-# What a stack level means (4, or 5 for deprecations, is the caller) is part of the compatible surface, where
-# three or four frames lay between; here there is one.
+# Stack levels are those of Lightning Fabric (4, or 5 for deprecations, is the caller), which has three or
+# four frames in between; here there is one.
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
     """Log at level DEBUG on rank zero; arguments as for `logging.Logger.debug`.
 
@@ -102,18 +102,16 @@ def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
 
 
 def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Warn with `message` on rank zero, as from the caller's line. `category=` and others go to
-    `warnings.warn`.
+    """Warn with `message` on rank zero, at the caller's line. `kwargs` (`category`) are for `warnings.warn`.
 
-    `stacklevel`: 4 is the caller, 5 whoever called it.
+    `stacklevel`: 4 is the caller, 5 the caller's caller.
     """
     if rank_zero_only.rank == 0:
         warnings.warn(message, stacklevel=max(stacklevel - 2, 1), **kwargs)
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
-    """Warn with `message` on rank zero that something will be removed (category
-    `LightningDeprecationWarning`).
+    """Warn with `message` on rank zero that a name will be removed (`LightningDeprecationWarning`).
 
     `stacklevel`: 5 is the caller.
     """

@@ -1,6 +1,6 @@
-"""Seeds and states of the random generators: python, numpy, torch on every device.
+"""Seeds and states of the global random generators of python, numpy and torch, on every device.
 
-Called by users, `Fabric` and data workers. Never touches generator objects of the user's own.
+Called by users, `Fabric` and data workers. Never changes generator objects that users created.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __getattr__ = lazy_names(__name__)
 SEED_VARIABLE = "FABRIC_GLOBAL_SEED"
 WORKERS_VARIABLE = "FABRIC_SEED_WORKERS"
 
-_MAX_SEED = 2**32 - 1  # numpy's legacy generator takes no more
-_PYTHON, _NUMPY, _TORCH = 1, 2, 3  # one salt per library, so that no two libraries see related streams
+_MAX_SEED = 2**32 - 1  # the limit of numpy's legacy generator
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3  # one salt per library, so that their streams are unrelated
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed python, numpy and torch (all devices) in this process; children inherit the seed by environment.
+    """Seed python, numpy and torch (all devices) in this process; a variable passes the seed to children.
 
     Args:
         seed: 0 to 2**32 - 1. None: `FABRIC_GLOBAL_SEED`, else 0.
@@ -44,7 +44,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         The seed that was used.
 
     Raises:
-        ConfigurationError: The seed, or the one in the environment, is no integer in range.
+        ConfigurationError: The seed, or the one in the environment, is not an integer in range.
     """
     if seed is None:
         value = _checked_seed(os.environ.get(SEED_VARIABLE, "0"), SEED_VARIABLE)
@@ -59,13 +59,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed again as the last `seed_everything` in this process or its parent did; without one, do nothing."""
+    """Repeat the last `seed_everything` of this process or its parent; without one, do nothing."""
     if SEED_VARIABLE in os.environ:
         seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
 
 
 def seed_rank(seed: int, rank: int) -> int:
-    """Give this rank its own streams, derived from the common `seed`. The environment keeps the common seed.
+    """Give this rank separate streams, derived from the common `seed`, which stays in the environment.
 
     Returns:
         The 64-bit seed of this rank.
@@ -83,35 +83,35 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
     Args:
         worker_id: Number of the worker among those of its loader, from 0.
-        rank: Global rank of the process; None: as this process knows it.
+        rank: Global rank of the process; None: `rank_zero_only.rank`.
     """
     rank = rank_zero_only.rank if rank is None else rank
-    # torch seeds worker k with base + k: unsubtracted, worker 1 of one pass could equal worker 0 of another.
+    # torch seeds worker k with base + k: worker 1 of one pass could otherwise equal worker 0 of another.
     base = torch.initial_seed() - worker_id
     seed_streams(derive_seed(base, worker_id, rank))
 
 
 def derive_seed(base: int, *salts: int) -> int:
-    """A 64-bit seed that is a fixed function of `base` and `salts` on every machine and version of Python."""
+    """Return a 64-bit seed, a function of `base` and `salts` that is the same on all machines and Pythons."""
     text = ",".join(str(int(number)) for number in (base, *salts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def collect_rng_states() -> dict[str, Any]:
-    """The states of all generators of this process, in types that `torch.load(weights_only=True)` accepts.
+    """Return the states of all generators of this process, in types of `torch.load(weights_only=True)`.
 
-    numpy counts once it is imported, an accelerator once it is initialised: asking must not create a context.
+    numpy is included if it is imported, an accelerator if it is initialised: this creates no context.
     """
     states = host_states()
     name, module = _accelerator()
     if module is not None and getattr(module, "is_initialized", module.is_available)():
-        every = getattr(module, "get_rng_state_all", None)
-        states[f"torch.{name}"] = module.get_rng_state() if every is None else every()
+        get_all = getattr(module, "get_rng_state_all", None)
+        states[f"torch.{name}"] = module.get_rng_state() if get_all is None else get_all()
     return states
 
 
 def host_states() -> dict[str, Any]:
-    """The part of `collect_rng_states` that is not on an accelerator."""
+    """Return the part of `collect_rng_states` that is not on an accelerator."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := loaded_numpy()) is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
@@ -120,15 +120,13 @@ def host_states() -> dict[str, Any]:
 
 
 def loaded_numpy() -> Any:
-    """numpy, once somebody has imported it; else None."""
+    """Return numpy if it is imported, else None."""
     numpy = sys.modules.get("numpy")
     return numpy if hasattr(numpy, "random") else None
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Put back `states`, which `collect_rng_states` gave, perhaps in another process, perhaps saved in
-    between.
-    """
+    """Restore the result of `collect_rng_states`, also of another process or from a file."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())
@@ -143,11 +141,11 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 class RngState:
-    """The random streams of all ranks, as one entry of a checkpoint. Made by `fabric.rng_state()`.
+    """Random states of all ranks, as one entry of a checkpoint. Created by `fabric.rng_state()`.
 
     Args:
-        rank: This process's.
-        exchange: Gives every rank's value of what each passes; None: there is one rank.
+        rank: The rank of this process.
+        exchange: Gathers a value from all ranks; None: there is one rank.
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]] | None) -> None:
@@ -156,17 +154,17 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of python's, numpy's and torch's generators on every rank. All ranks must call this."""
-        own = collect_rng_states()
-        return {"ranks": [own] if self.exchange is None else self.exchange(own)}
+        local = collect_rng_states()
+        return {"ranks": [local] if self.exchange is None else self.exchange(local)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let this rank draw next what it would have drawn.
+        """Restore this rank's random streams.
 
-        Ranks beyond those that were saved get streams of their own where the saved ranks had, else the common
-        one.
+        With more ranks than were saved, the new ranks get separate streams if the saved ranks had them, else
+        the common one.
 
         Raises:
-            ArgumentTypeError: Not what `state_dict()` gave.
+            ArgumentTypeError: Not a result of `state_dict()`.
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, dict) else None
         if not isinstance(ranks, list) or not ranks:
@@ -177,14 +175,14 @@ class RngState:
         set_rng_states(ranks[self.rank % len(ranks)])
         if self.rank >= len(ranks) and not all([torch.equal(r["torch"], ranks[0]["torch"]) for r in ranks]):
             rank_zero_warn(
-                f"The random states of {len(ranks)} ranks were saved: those of the ranks beyond begin anew.",
+                f"The random states of {len(ranks)} ranks were saved: higher ranks start new random streams.",
             )
             seed_rank(int(torch.randint(2**62, ())), self.rank)
 
 
 @contextmanager
 def isolate_rng() -> Iterator[None]:
-    """Whatever the block draws or seeds, the generators go on afterwards as if it had not run."""
+    """Context that restores the states of all generators, whatever the block draws or seeds."""
     states = collect_rng_states()
     name, module = _accelerator()
     untouched = module is not None and f"torch.{name}" not in states and module.is_available()
@@ -193,7 +191,7 @@ def isolate_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_states(states)
-        # Untouched generators are those of the seed; also undoes a seed that waits for the device.
+        # Unused generators have the state of the seed. Also undoes a seed that torch sets at initialisation.
         if untouched:
             module.manual_seed_all(seed)
 
@@ -206,14 +204,14 @@ def _checked_seed(given: Any, source: str) -> int:
         valid = False
     if not valid:
         raise ConfigurationError(
-            f"{source}={given!r} is no seed. Write an integer from 0 to {_MAX_SEED}, for example "
+            f"{source}={given!r} is not a seed. Write an integer from 0 to {_MAX_SEED}, for example "
             "seed_everything(42)."
         )
     return value
 
 
 def seed_streams(base: int) -> None:
-    """Seed each library of this process with a stream of its own; equal `base`, equal streams."""
+    """Seed each library of this process with a separate stream, a function of `base`."""
     _seed_libraries(
         derive_seed(base, _PYTHON), derive_seed(base, _NUMPY) & _MAX_SEED, derive_seed(base, _TORCH)
     )
@@ -223,18 +221,18 @@ def _seed_libraries(python: int, numpy: int, torch_: int) -> None:
     random.seed(python)
     if (module := _numpy()) is not None:
         module.random.seed(numpy)
-    torch.manual_seed(torch_)  # all devices; those not yet initialised take it when they are
+    torch.manual_seed(torch_)  # all devices; torch seeds the others at their initialisation
 
 
 def _numpy() -> Any:
-    # Imported even if nobody did yet: a later `import numpy` of the user would find it unseeded.
+    # Imported if necessary: otherwise numpy would be unseeded after a later `import numpy`.
     if "numpy" not in sys.modules and find_spec("numpy") is None:
         return None
     return import_module("numpy")
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The kind of device that this build of torch has beside the CPU, and its module; None: it has none."""
+    """Return the type and module of torch's accelerator in this build; ("", None): it has none."""
     current = torch.accelerator.current_accelerator()
     return ("", None) if current is None else (current.type, torch.get_device_module(current))
 
@@ -244,8 +242,8 @@ def _set_states(kind: str, states: list[torch.Tensor]) -> None:
     count = 0 if module is None else module.device_count()
     if count < len(states):
         rank_zero_warn(
-            f"The saved {kind} random states are of {len(states)} devices, and this process sees {count}: "
-            f"draws on the missing ones will not continue."
+            f"The saved {kind} random states are of {len(states)} devices, but this process sees {count}: "
+            f"the random streams of the missing ones are not restored."
         )
     for index, state in enumerate(states[:count]):
         module.set_rng_state(state.cpu(), index)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Stops a run when the loss jumps, and remembers which batches did it. Called from users' loops."""
+"""`SpikeDetection`: stops a run when the loss jumps, and records the batches. For users' loops."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class TrainingSpikeException(RuntimeError):
 
 
 class SpikeDetection:
-    """Compares each loss with the mean of those before; raises on all ranks if it is out of bounds on any.
+    """Compares each loss with the mean of earlier ones; raises on all ranks if it is out of bounds on any.
 
     A loss is a spike if it is worse than the mean by at least `atol` and by at least `rtol` times the mean.
-    A bound that is None does not count. Where `finite_only`, a loss that is not finite is a spike, too.
+    A bound of None is ignored. With `finite_only` a loss that is not finite is a spike, too.
 
     Args:
         mode: "min": larger is worse; "max": smaller is worse.
-        window: How many losses the mean is of.
+        window: Number of losses in the mean.
         warmup: Batches before the first check.
         atol: Absolute bound, in units of the loss.
         rtol: Bound relative to the mean.
         exclude_batches_path: JSON file (or the directory for `skip_batches.json`) to which rank zero writes
             the indices of spiking batches; None: the working directory.
-        finite_only: NaN and infinity are spikes; otherwise they are passed over.
+        finite_only: Whether NaN and infinity are spikes; otherwise they are ignored.
 
     Raises:
-        ConfigurationError: The mode is unknown, or both bounds are None and nothing could ever be found.
+        ConfigurationError: The mode is unknown; or both bounds are None without `finite_only`.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class SpikeDetection:
 
         Args:
             fabric: The `Fabric` of the loop.
-            loss: One element; the loss of this rank.
-            batch: Not looked at.
+            loss: The loss of this rank, a one-element tensor.
+            batch: Ignored.
             batch_idx: Number of the batch, from 0; the same on all ranks.
 
         Raises:
@@ -107,11 +107,11 @@ class SpikeDetection:
             self._losses.append(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses in the window and the batches found so far, as plain data."""
+        """The losses of the window and the recorded batches, as plain data."""
         return {"losses": list(self._losses), "bad_batches": list(self.bad_batches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore a result of `state_dict`."""
         self._losses.clear()
         self._losses.extend(state_dict["losses"])
         self.bad_batches = list(state_dict["bad_batches"])

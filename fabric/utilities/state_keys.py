@@ -1,6 +1,4 @@
-"""The keys of state dicts: the user's own, whatever wrapped or compiled the module. Used by wrappers and
-checkpoints.
-"""
+"""Keys of state dicts without the prefixes of wrappers and torch.compile, for wrappers and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,79 +14,79 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN_DICTS = (dict, OrderedDict, Counter)
-"""Kinds of dictionaries that safe loading gives back as they were."""
+"""Classes of dictionaries that `torch.load(weights_only=True)` restores."""
 OUTER = "outer"
-"""Beside the "state" of an optimizer: what an outer one (`LocalSGDStrategy`) knows of the same parameters."""
+"""Key in an optimizer's state dict: the outer optimizer's state (`LocalSGDStrategy`) of its parameters."""
 _PREFIXES = ("module.", "_forward_module.", "model.")
 _COMPILED = "_orig_mod."
 
 
 def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict under the user's own keys: what torch.compile adds is taken out."""
+    """Return the state dict with the user's keys, without the prefix of torch.compile."""
     if not any([_COMPILED in key for key in state]):
         return state
     return _renamed(state, clean_key)
 
 
 def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict under the keys of `module`, whatever wrapped the module that it was saved from."""
+    """Return the state dict with the keys of `module`, also if it was saved from a wrapped module."""
     target = module.state_dict()
-    own = {clean_key(key): key for key in target}
-    if all([own.get(key) == key for key in state]):
+    keys = {clean_key(key): key for key in target}
+    if all([keys.get(key) == key for key in state]):
         return state
-    fit = fitting([clean_key(key) for key in state], own)
-    parts = [f"{path}." for path in getattr(target, "_metadata", ()) if path]  # which have versions
-    places = own | {clean_key(part): part for part in parts}
-    return _renamed(state, lambda key: places.get(fit(key), fit(key)))
+    fit = key_mapping([clean_key(key) for key in state], keys)
+    paths = [f"{path}." for path in getattr(target, "_metadata", ()) if path]  # modules with a version
+    targets = keys | {clean_key(path): path for path in paths}
+    return _renamed(state, lambda key: targets.get(fit(key), fit(key)))
 
 
-def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict with names that it lacks of tensors that it has under another name of `module`, too."""
+def add_tied_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state dict with all names of tied tensors of which it has one name."""
     named = (module.named_parameters, module.named_buffers)
     slots = [slot for names in named for slot in names(remove_duplicate=False)]
-    held = {id(tensor): name for name, tensor in slots if name in state}
-    found = {
-        name: state[held[id(tensor)]] for name, tensor in slots if name not in state and id(tensor) in held
+    saved = {id(tensor): name for name, tensor in slots if name in state}
+    tied = {
+        name: state[saved[id(tensor)]] for name, tensor in slots if name not in state and id(tensor) in saved
     }
-    if not found:
+    if not tied:
         return state
-    known = module.state_dict()  # a buffer may have a name that is not saved
-    return same_dict_type(state, {**state, **{name: value for name, value in found.items() if name in known}})
+    keys = module.state_dict()  # without non-persistent buffers
+    return same_dict_type(state, {**state, **{name: value for name, value in tied.items() if name in keys}})
 
 
-def warn_if_unloaded(told: Any, saved: Mapping[str, Any]) -> None:
-    """Warn if no tensor was loaded, by torch's missing and unexpected keys of loading `saved`."""
-    missing, unexpected = getattr(told, "missing_keys", ()), getattr(told, "unexpected_keys", ())
+def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> None:
+    """Warn if loading `saved` loaded no tensor; `result` has torch's missing and unexpected keys."""
+    missing, unexpected = getattr(result, "missing_keys", ()), getattr(result, "unexpected_keys", ())
     if missing and len(unexpected) >= len(saved):
         names = [*saved] or ["nothing"]
         nested = isinstance(saved.get(names[0]), dict)
-        way = f"fabric.load(path, {{{names[0]!r}: model}})" if nested else f"{missing[0]!r} for {names[0]!r}"
+        fix = f"fabric.load(path, {{{names[0]!r}: model}})" if nested else f"{missing[0]!r} for {names[0]!r}"
         rank_zero_warn(
             f"0 of {len(missing)} tensors loaded. The names in the state dict ({names[0]!r}, ...) are none "
-            f"of the model's ({missing[0]!r}, ...). Write {way}.",
+            f"of the model's ({missing[0]!r}, ...). Write {fix}.",
             stacklevel=6,
         )
 
 
-def fitting(
-    keys: Collection[str], own: Collection[str], more: Iterable[tuple[str, str]] = ()
+def key_mapping(
+    keys: Collection[str], targets: Collection[str], prefixes: Iterable[tuple[str, str]] = ()
 ) -> Callable[[str], str]:
-    """Return the function that maps keys saved from a module in other wrappers to the matching keys of `own`.
+    """Return the function that maps keys saved from a module in other wrappers to the matching `targets`.
 
-    `keys` are clean. `more` are other prefixes to try: what is taken out of all keys, and put there.
+    `keys` are clean. `prefixes`: further pairs to try, of a prefix to remove from all keys and one to add.
     """
-    pairs = [*itertools.product(_shared_prefixes(keys), _shared_prefixes(own)), *more]
-    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in keys]))
-    return lambda key: into + clean_key(key).removeprefix(out)
+    pairs = [*itertools.product(_shared_prefixes(keys), _shared_prefixes(targets)), *prefixes]
+    old, new = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in targets for key in keys]))
+    return lambda key: new + clean_key(key).removeprefix(old)
 
 
 def clean_key(key: str) -> str:
-    """A key without what torch.compile adds."""
+    """Return a key without the prefix of torch.compile."""
     return key.replace(_COMPILED, "")
 
 
 def same_dict_type(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
+    """Return `items` in a dictionary of `old`'s class, with the `_metadata` of torch's state dicts."""
     kind = type(old) if type(old) in PLAIN_DICTS else dict
     metadata = getattr(old, "_metadata", None)
     if metadata is None:
@@ -99,7 +97,7 @@ def same_dict_type(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]
 
 
 def _shared_prefixes(keys: Iterable[str]) -> list[str]:
-    """The prefixes of wrappers that all keys have: none, the outermost, the two outermost, ..."""
+    """Return the wrapper prefixes that all keys share: "", the outermost, the two outermost, ..."""
     keys = list(keys)
     found = [""]
     while keys and (more := [p for p in _PREFIXES if all([key.startswith(found[-1] + p) for key in keys])]):
@@ -111,8 +109,7 @@ def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, A
     renamed = same_dict_type(state, {rename(key): value for key, value in state.items()})
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        # By module: "encoder.layer". A wrapper comes before what it wraps, whose version is the one that
-        # counts.
+        # Keyed by module path. The wrapped module follows its wrapper, so that its version is kept.
         by_path = {_on_path(rename, path): facts for path, facts in versions.items()}
         renamed._metadata = by_path  # type: ignore[attr-defined]
     return renamed

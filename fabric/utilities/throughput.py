@@ -1,4 +1,4 @@
-"""A path of Lightning Fabric; the code is in `fabric/throughput/`."""
+"""Module path of Lightning Fabric; the code is in `fabric/throughput/`."""
 
 from fabric.throughput.flops import get_available_flops as get_available_flops
 from fabric.throughput.flops import measure_flops as measure_flops

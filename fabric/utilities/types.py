@@ -1,4 +1,4 @@
-"""The path under which migrated code imports protocols and aliases. Defines nothing itself."""
+"""Module path of Lightning Fabric for protocols and type aliases, which `core/types.py` defines."""
 
 from fabric.core.lazy import lazy_names
 from fabric.core.types import Optimizable, ReduceOp, Stateful, Steppable

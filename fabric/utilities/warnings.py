@@ -1,14 +1,14 @@
-"""The category of warnings that may be false alarms, and the switch that silences them. Used by user code."""
+"""Categories of warnings that may be false alarms, and a function that ignores them. For user code."""
 
 import warnings
 
 
 class PossibleUserWarning(UserWarning):
-    """Something that is probably, but not surely, a mistake of the user."""
+    """A probable mistake of the user, which may be intended."""
 
 
 class RanksDifferWarning(PossibleUserWarning):
-    """Several ranks will probably compute something else than one process; `fabric check` fails for it."""
+    """Several ranks will probably compute something else than one process; `fabric check` fails on it."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:

@@ -79,7 +79,7 @@ class Run:
 
     def load(self, path):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*begin anew")
+            warnings.filterwarnings("ignore", message=".*start new random streams")
             assert self.fabric.load(path, self.state) == {}
         self.batches = None
 

@@ -227,7 +227,7 @@ def test_ranks_that_were_not_saved_have_streams_of_their_own_if_the_others_had(r
     with_more = ranks.run(warned, path, world_size=4)
     assert [draws for draws, _ in with_more[:2]] == saved
     assert len({str(draws) for draws, _ in with_more}) == 4
-    assert "begin anew" in with_more[0][1] or all(not text for _, text in with_more)
+    assert "start new random streams" in with_more[0][1] or all(not text for _, text in with_more)
 
 
 def warned(path):

@@ -307,7 +307,7 @@ def test_consolidate_to_what_is_no_other_path(fabric, tmp_path, capsys, monkeypa
         )
     for given in (["c", "--output", "memory://x/a.safetensors"], ["s3://x/c"]):
         assert main(["consolidate", *given]) == 2
-        assert f"{given[-1]} is a URL, and consolidate is for files" in capsys.readouterr().err
+        assert f"{given[-1]} is a URL, but consolidate reads and" in capsys.readouterr().err
     assert main(["consolidate", f"file://{tmp_path}/c", "--output", f"file://{tmp_path}/f.pt"]) == 0
     assert torch.load("f.pt")["w"].equal(torch.ones(2))
     assert names(tmp_path) == ["c", "f.pt", "link"]

@@ -270,7 +270,7 @@ def test_load_raw_refuses_what_it_cannot_load_into(fabric, path):
         "fabric.load_raw(path, obj) needs a model, an optimizer or another object with load_state_dict(), "
         "but got int. Write data = fabric.load(path) to read plain data."
     )
-    with pytest.raises(TypeError, match=r"Use fabric\.load for dictionaries"):
+    with pytest.raises(TypeError, match=r"but got a dict\. Write fabric\.load"):
         fabric.load_raw(path, {"model": network()})
 
 

@@ -413,7 +413,7 @@ def test_a_url_that_went_through_pathlib_is_refused(storage, tmp_path, monkeypat
         error = error_of(call)
         assert isinstance(error, ConfigurationError)
         assert str(error).endswith(
-            "was a URL, and Path took a slash out of it. Pass the string 's3://bucket/a.pt'."
+            "was a URL, but Path removes a slash from URLs. Pass the string 's3://bucket/a.pt'."
         )
     assert names(tmp_path) == []
 

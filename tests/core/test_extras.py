@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fabric.core.errors import MissingExtraError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 
 
 def test_gives_the_module():
-    assert needed("torch.nn", 'strategy="x"', "x") is torch.nn
-    assert needed("torch", 'strategy="x"', "x", least="2.2.9") is torch
+    assert import_package("torch.nn", 'strategy="x"', "x") is torch.nn
+    assert import_package("torch", 'strategy="x"', "x", least="2.2.9") is torch
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_gives_the_module():
 )
 def test_says_what_to_install(arguments, settings, text):
     with pytest.raises(MissingExtraError) as info:
-        needed(*arguments, **settings)
+        import_package(*arguments, **settings)
     assert text in str(info.value)
 
 
@@ -58,5 +58,5 @@ def test_a_package_whose_library_does_not_load(tmp_path, monkeypatch):
     with pytest.raises(
         MissingExtraError, match=r"1\.2 is installed and does not load: OSError: libengine\.so"
     ):
-        needed("broken_engine", "f()", "x")
+        import_package("broken_engine", "f()", "x")
     assert "broken_engine" not in sys.modules

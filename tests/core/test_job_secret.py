@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fabric.core import job_secret
-from fabric.core.job_secret import JobSecret, new_secret, secret_of, take_inherited
+from fabric.core.job_secret import JobSecret, new_secret, pop_inherited_secret, secret_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def test_each_job_has_a_new_one_unless_a_scheduler_gives_it():
 def test_a_rank_takes_it_out_of_the_environment_that_its_children_inherit(monkeypatch):
     monkeypatch.setenv("FABRIC_JOB_SECRET", "inherited")
     right = JobSecret(b"inherited").sign("k", "text")
-    assert take_inherited().sign("k", "text") == right
+    assert pop_inherited_secret().sign("k", "text") == right
     assert "FABRIC_JOB_SECRET" not in os.environ
-    assert take_inherited().sign("k", "text") == right, "also at the next question"
+    assert pop_inherited_secret().sign("k", "text") == right, "also at the next question"
     assert secret_of(dist.HashStore()).sign("k", "text") == right
 
 

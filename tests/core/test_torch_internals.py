@@ -362,9 +362,9 @@ def test_running_iterations_are_known_and_workers_are_dropped() -> None:
 def test_iterations_tell_whether_they_go_on() -> None:
     """A loop on several ranks whose loader was never set up is warned of."""
     running = iter(torch.utils.data.DataLoader([torch.ones(1)] * 2))  # type: ignore[arg-type]
-    found = [core.goes_on(running)]
+    found = [core.is_underway(running)]
     for _ in running:
-        found.append(core.goes_on(running))
+        found.append(core.is_underway(running))
     assert found == [False, True, False]
 
 

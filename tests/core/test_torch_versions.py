@@ -62,9 +62,9 @@ def test_versions_are_compared_as_numbers(monkeypatch, found, asked, older):
         with pytest.raises(
             MissingExtraError, match=re.escape(f"That needs torch {asked} or newer, but {found} is")
         ):
-            torch_versions.refuse_before(asked, "That", "Write this.")
+            torch_versions.require_torch(asked, "That", "Write this.")
     else:
-        torch_versions.refuse_before(asked, "That", "Write this.")
+        torch_versions.require_torch(asked, "That", "Write this.")
 
 
 def test_the_version_is_found_without_importing_torch(monkeypatch):

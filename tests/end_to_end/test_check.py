@@ -9,7 +9,7 @@ from jobs import alive, until
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fabric.testing.check import Step, compare
-from fabric.testing.recording import digests, joined
+from fabric.testing.recording import digests, join_batches
 
 SCRIPT = """
 import subprocess, sys
@@ -103,7 +103,7 @@ def test_strategies_that_are_right(check, strategy, ranks):
     ("how", "step", "words"),
     [
         ("sum", 1, "they are 2 times as large on one rank: the loss is a sum"),
-        ("batch norm", 1, "BatchNorm1d normalises by the samples of its own rank"),
+        ("batch norm", 1, "BatchNorm1d normalises by the samples of one rank"),
         ("other data", 1, "the samples differ"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_a_script_started_ends_with_the_check(check):
     ("how", "words"),
     [
         ("error", "ValueError: boom"),
-        ("no step", "no optimizer that fabric.setup gave back has made a step"),
+        ("no step", "no optimizer that fabric.setup returned has made a step"),
     ],
 )
 def test_a_script_that_cannot_be_compared(check, how, words):
@@ -192,14 +192,14 @@ def test_wrong_usage(options, words, capsys):
 
 def test_batches_of_several_ranks_are_joined():
     data = TensorDataset(torch.arange(12))
-    (first, *_) = joined(DataLoader(data, batch_size=2), 3, None)
+    (first, *_) = join_batches(DataLoader(data, batch_size=2), 3, None)
     assert first[0].tolist() == [0, 1, 2, 3, 4, 5]
-    (first, *_) = joined(DataLoader(data, batch_size=4), 2, 4)
+    (first, *_) = join_batches(DataLoader(data, batch_size=4), 2, 4)
     assert first[0].tolist() == [0, 1, 2, 3], "the script has divided it"
-    (first, *_) = joined(DataLoader(data, batch_sampler=BatchSampler(range(12), 2, True)), 3, None)
+    (first, *_) = join_batches(DataLoader(data, batch_sampler=BatchSampler(range(12), 2, True)), 3, None)
     assert first[0].tolist() == [0, 1, 2, 3, 4, 5]
     own = type("Own", (BatchSampler,), {})(range(12), 2, False)
-    both = joined(DataLoader(data, batch_sampler=own), 2, None)
+    both = join_batches(DataLoader(data, batch_sampler=own), 2, None)
     assert [batch[0].tolist() for batch in both] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert len(both) == 3
     assert both.batch_sampler.batch_size == 2

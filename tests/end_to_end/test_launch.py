@@ -120,7 +120,7 @@ def failing(tmp_path: Path, body: str) -> str:
         ),
         (
             "    Fabric(accelerator='cpu', devices=2, strategy='ddp').setup(torch.nn.Linear(1, 1))",
-            ["fabric.setup() came before fabric.launch()"],
+            ["fabric.setup() was used before fabric.launch()"],
         ),
     ],
     ids=["unpicklable", "no function", "before launch"],

@@ -104,7 +104,7 @@ def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
     done = run(tmp_path, FORGOTTEN_HANDLE, 60)
     assert done.returncode == 0, done.stderr
     place = f"train.py:{line_of(FORGOTTEN_HANDLE, 'async_op')}"
-    lines = [line for line in done.stderr.splitlines() if "nobody waited" in line]
+    lines = [line for line in done.stderr.splitlines() if "there was no wait()" in line]
     assert len(lines) == 2, "one for each rank"
     assert all("all_reduce(mean)" in line and place in line and ".wait()" in line for line in lines)
 

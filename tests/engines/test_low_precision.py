@@ -51,7 +51,7 @@ def test_a_missing_package(make, module, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: BitsandbytesPrecision("nf5"), "is no mode of it. Did you mean 'nf4'"),
+        (lambda: BitsandbytesPrecision("nf5"), "is not a mode. Did you mean 'nf4'"),
         (lambda: TorchAOPrecision("int8"), "Write one of 'float8', 'int8-weights'."),
         (
             lambda: TransformerEnginePrecision(weights_dtype=torch.float32),

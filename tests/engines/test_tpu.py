@@ -46,7 +46,7 @@ def test_it_is_looked_for_and_never_imported(monkeypatch, tmp_path):
     (tmp_path / "vfio" / "vfio").touch()  # the driver's own, without a device
     assert "this process sees no TPU" in refusal()
     (tmp_path / "vfio" / "0").touch()
-    assert "torch_tpu found no TPU that it knows" in refusal()
+    assert "torch_tpu supports no TPU of this machine" in refusal()
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_tpu" in refusal()
     assert {"torch_tpu", "libtpu"}.isdisjoint(sys.modules)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fabric
 from fabric.collectives.frames import REFUSED, call_of, describe_tensor, format_tree, tree_call
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.guard.deadlocks import DeadlockDetector, RankStatus, stuck
 from fabric.guard.job_store import JobStore
@@ -197,7 +197,7 @@ def in_file(filename: str, body: str, **names):
 
 
 def test_the_place_is_the_callers_own_line():
-    place = user_place()
+    place = user_line()
     assert place == f"{__file__}:{test_the_place_is_the_callers_own_line.__code__.co_firstlineno + 1}"
 
 
@@ -211,7 +211,7 @@ def test_the_place_is_the_callers_own_line():
     ],
 )
 def test_plumbing_is_not_a_place(filename):
-    place = in_file(filename, "place = user_place()", user_place=user_place)
+    place = in_file(filename, "place = user_line()", user_line=user_line)
     assert place.startswith(f"{__file__}:")
 
 
@@ -220,12 +220,12 @@ def test_plumbing_is_not_a_place(filename):
     ["train.py", str(PACKAGE.parent / "fabric_train.py"), "lib/site-packages/torchmetrics/metric.py"],
 )
 def test_other_files_are_places(filename):
-    assert in_file(filename, "\n\nplace = user_place()", user_place=user_place) == f"{filename}:3"
+    assert in_file(filename, "\n\nplace = user_line()", user_line=user_line) == f"{filename}:3"
 
 
 def test_a_user_who_is_called_by_the_package_has_the_place():
     def make_call():
-        return user_place()
+        return user_line()
 
     body = "place = call()"
     assert in_file(str(PACKAGE / "x.py"), body, call=make_call).startswith(f"{__file__}:")

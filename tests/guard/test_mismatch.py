@@ -742,7 +742,7 @@ def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "done"
     number = next(n for n, line in enumerate(FORGETFUL.splitlines(), 1) if "# forgotten" in line)
-    reports = [line for line in done.stderr.splitlines() if "nobody waited" in line]
+    reports = [line for line in done.stderr.splitlines() if "there was no wait()" in line]
     assert reports, done.stderr
     for line in reports:
         assert f"all_gather at {script}:{number}." in line

@@ -331,5 +331,5 @@ def test_what_cannot_be_logged_is_refused_on_all_ranks(ranks, case):
 )
 def test_before_launch(call):
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    with pytest.raises(UsageError, match=r"came before fabric\.launch\(\)"):
+    with pytest.raises(UsageError, match=r"was used before fabric\.launch\(\)"):
         call(fabric)

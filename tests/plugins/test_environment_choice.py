@@ -37,19 +37,19 @@ def _bare(monkeypatch):
 def test_a_batch_script_without_srun_runs_here_and_says_what_it_leaves_unused(monkeypatch):
     with variables(monkeypatch, BATCH, None):
         with pytest.warns(PossibleUserWarning) as caught:
-            plan = resolve(Request(accelerator="cpu", devices=2), Machine.look())
+            plan = resolve(Request(accelerator="cpu", devices=2), Machine.detect())
         assert not plan.environment.creates_processes_externally, "both ranks are started from here"
         assert "SLURM_NTASKS=4 on SLURM_NNODES=2" in str(caught[0].message)
         assert "devices=2 x num_nodes=1 run on this machine alone" in str(caught[0].message)
     with variables(monkeypatch, {**BATCH, "SLURM_NNODES": "1"}, None):
-        resolve(Request(accelerator="cpu", devices=4), Machine.look())  # all of it used: no warning
+        resolve(Request(accelerator="cpu", devices=4), Machine.detect())  # all of it used: no warning
     with variables(monkeypatch, {**BATCH, "MASTER_ADDR": "a", "NODE_RANK": "1"}, None):
-        resolve(Request(accelerator="cpu", num_nodes=2), Machine.look())  # started by hand on each machine
+        resolve(Request(accelerator="cpu", num_nodes=2), Machine.detect())  # started by hand on each machine
 
 
 def test_a_shell_gets_no_warning(monkeypatch):
     with variables(monkeypatch, SALLOC, None):
-        resolve(Request(accelerator="cpu"), Machine.look())
+        resolve(Request(accelerator="cpu"), Machine.detect())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_environment_in_the_code_is_said_so(monkeypatch, caplog):
     same = {**SRUN, "FABRIC_ENVIRONMENT": "slurm"}
     with variables(monkeypatch, same, "self"):
         own = SLURMEnvironment(auto_requeue=False)
-        assert resolve(Request(accelerator="cpu", plugins=own), Machine.look()).environment is own
+        assert resolve(Request(accelerator="cpu", plugins=own), Machine.detect()).environment is own
 
 
 def test_precedence_is_as_documented():
@@ -112,7 +112,7 @@ def test_precedence_is_as_documented():
 )
 def test_only_the_chosen_environment_is_imported(given, loaded):
     code = (
-        "import sys\nfrom fabric.resolve import Machine\nMachine.look()\n"
+        "import sys\nfrom fabric.resolve import Machine\nMachine.detect()\n"
         "here = 'fabric.plugins.environments.'\n"
         "print(*sorted(name.removeprefix(here) for name in sys.modules if name.startswith(here)))"
     )

@@ -200,10 +200,10 @@ def test_place(monkeypatch, row):
 def test_devices_follow_what_was_started(monkeypatch, row):
     given, _, place, task = ROWS[row]
     with variables(monkeypatch, given, task):
-        plan = resolve(Request(accelerator="cpu"), Machine.look())
+        plan = resolve(Request(accelerator="cpu"), Machine.detect())
         assert (len(plan.devices), plan.num_nodes) == (place.local_world_size, place.num_nodes)
         numbers = {"devices": place.local_world_size, "num_nodes": place.num_nodes}
-        assert resolve(Request(accelerator="cpu", **numbers), Machine.look()).environment.detect()
+        assert resolve(Request(accelerator="cpu", **numbers), Machine.detect()).environment.detect()
 
 
 ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {

@@ -51,7 +51,9 @@ def test_ranks_of_a_pool_take_a_device_each(ranks):
 
 
 def test_a_pool_of_another_accelerator_is_refused(ranks):
-    with pytest.raises(ConfigurationError, match=r"talk as on 'sim', .* Write RankPool\(accelerator='cpu'\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"use accelerator='sim', .* Write RankPool\(accelerator='cpu'\)"
+    ):
         check_strategy("ddp", pool=ranks)
 
 

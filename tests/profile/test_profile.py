@@ -221,7 +221,7 @@ def test_a_compiled_model_is_not_compiled_again(tmp_path, capsys):
 
 
 def test_before_launch(tmp_path):
-    with pytest.raises(UsageError, match=r"fabric\.profile\(\) came before fabric\.launch\(\)"):
+    with pytest.raises(UsageError, match=r"fabric\.profile\(\) was used before fabric\.launch\(\)"):
         Fabric(accelerator="cpu", devices=2, strategy="ddp").profile(tmp_path)
 
 

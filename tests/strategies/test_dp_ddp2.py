@@ -546,7 +546,7 @@ def two_on_one_machine() -> str:
 
 def test_two_processes_on_one_machine_are_refused(ranks):
     for text in ranks.run(two_on_one_machine, world_size=2):
-        assert "DDP2Strategy runs one process per machine, which holds all of its devices, but 2 were" in text
+        assert "DDP2Strategy runs one process per machine, which uses all of its devices, but 2 were" in text
         assert "torchrun --nnodes N --nproc-per-node 1" in text
         assert 'strategy="ddp"' in text
 

@@ -260,7 +260,10 @@ AT_ONCE = {
     "mesh before launch": (
         lambda: made("fsdp").device_mesh,
         UsageError,
-        ["fabric.device_mesh came before fabric.launch()", "Write fabric.launch() right after Fabric(...)"],
+        [
+            "fabric.device_mesh was used before fabric.launch()",
+            "Write fabric.launch() right after Fabric(...)",
+        ],
     ),
     "mesh of whole parameters": (
         lambda: Fabric(accelerator="cpu").device_mesh,

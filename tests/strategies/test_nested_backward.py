@@ -306,7 +306,7 @@ class Counter:
 
 def test_who_attends_is_told_of_passes_inside_and_only_of_those(monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    monkeypatch.setattr(passes, "_installed", False)
+    monkeypatch.setattr(passes, "_backward_patched", False)
     told = []
     counters = [Counter(told) for _ in range(20)]
     for counter in [*counters, counters[7]]:

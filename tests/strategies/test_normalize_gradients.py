@@ -571,7 +571,7 @@ def test_gradients_that_wait_for_their_sync_are_refused(ranks, wrong):
 
 def test_before_launch():
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    with pytest.raises(UsageError, match=r"normalize_gradients\(\) came before fabric.launch\(\)"):
+    with pytest.raises(UsageError, match=r"normalize_gradients\(\) was used before fabric.launch\(\)"):
         fabric.normalize_gradients(nn.Linear(1, 1), 1)
 
 

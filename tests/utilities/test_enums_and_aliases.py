@@ -43,7 +43,7 @@ def test_members_from_text(text, source, member):
     if member is not None:
         assert Mode.from_str(text, source) is member
         return
-    with pytest.raises(errors.ConfigurationError, match=f"'{text}' is no {source} of Mode.*Write one of"):
+    with pytest.raises(errors.ConfigurationError, match=f"'{text}' is not a {source} of Mode.*Write one of"):
         Mode.from_str(text, source)
 
 

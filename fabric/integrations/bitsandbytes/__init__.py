@@ -1,1 +1,1 @@
-"""Linear layers in 4 and 8 bits, by the package bitsandbytes."""
+"""Linear layers in 4 and 8 bits, with the package bitsandbytes."""

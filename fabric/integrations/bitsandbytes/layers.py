@@ -1,4 +1,4 @@
-"""bitsandbytes' layers, which also load what they saved, and plain weights. Imported where one is made."""
+"""bitsandbytes' layers that load their own checkpoints and plain weights. Imported on first use."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class FourBits(bnb.Linear4bit):
-    """A layer whose weight is stored in 4 bits. Plain ones are made `plain` before, as at setup."""
+    """Linear layer with a weight in 4 bits. Loaded plain weights are cast to `plain` before quantisation."""
 
     plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = state.get(f"{prefix}weight")
-        own: Any = self.weight
+        saved = state.get(f"{prefix}weight")
+        weight: Any = self.weight
         keys = [key for key in state if key.startswith(f"{prefix}weight.")]
-        made = own
-        if given is not None and given.is_floating_point():
-            given = read_stored(given).to(self.plain)
-            made = _four(given, own.quant_type, own.compress_statistics).to(own.device)
-        elif given is not None and keys:
+        made = weight
+        if saved is not None and saved.is_floating_point():
+            saved = read_stored(saved).to(self.plain)
+            made = _four(saved, weight.quant_type, weight.compress_statistics).to(weight.device)
+        elif saved is not None and keys:
             stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
-            made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device)
-        own.data, own.quant_state = made.data, made.quant_state  # another layer may have it, too
-        if given is not None:
-            state[f"{prefix}weight"] = own.data
+            made = bnb.Params4bit.from_prequantized(read_stored(saved), stats, device=weight.device)
+        weight.data, weight.quant_state = made.data, made.quant_state  # in place: layers may share it
+        if saved is not None:
+            state[f"{prefix}weight"] = weight.data
         super()._load_from_state_dict(state, prefix, *rest)
         unexpected: list[str] = rest[3]
         unexpected[:] = [key for key in unexpected if key not in keys]
@@ -46,19 +46,19 @@ class FourBits(bnb.Linear4bit):
 
 
 class EightBits(bnb.Linear8bitLt):
-    """A layer whose weight is stored in 8 bits. Plain ones are made `plain` before, as at setup."""
+    """Linear layer with a weight in 8 bits. Loaded plain weights are cast to `plain` before quantisation."""
 
     plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = state.get(f"{prefix}weight")
-        if given is not None and given.is_floating_point():
-            made = _eight(read_stored(given).to(self.plain)).to(self.weight.device)
+        saved = state.get(f"{prefix}weight")
+        if saved is not None and saved.is_floating_point():
+            made = _eight(read_stored(saved).to(self.plain)).to(self.weight.device)
             state.update({f"{prefix}weight": made.data, f"{prefix}SCB": made.SCB})
         super()._load_from_state_dict(state, prefix, *rest)
 
     def init_8bit_state(self) -> None:
-        """Before a forward. Unlike the base's it leaves the weight whole: another layer may have it, too."""
+        """Prepare a forward. Unlike the base class it keeps the weight, which layers may share."""
         self.state.CB, self.state.SCB = self.weight.data, self.weight.SCB
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -72,10 +72,10 @@ class EightBits(bnb.Linear8bitLt):
 
 
 class TrainedEightBits(bnb.Linear8bitLt):
-    """A layer that is trained, and multiplies in 8 bits: by the weights of now, in evaluation, too.
+    """Trainable linear layer that multiplies in 8 bits by its current weight, also in evaluation.
 
-    bitsandbytes' own layer evaluates with the weights of the last forward in training: a later step, or a
-    loaded checkpoint, would have no effect. The kernel for that does not exist on a CPU.
+    bitsandbytes' own layer evaluates with the weight of the last training forward: a later step, or a loaded
+    checkpoint, would have no effect. Its kernel does not exist on a CPU.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,24 +84,24 @@ class TrainedEightBits(bnb.Linear8bitLt):
         return _by_rows(partial(matmul, B=self.weight, bias=self.bias, state=self.state), x)
 
 
-def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
-    """The layer with its weight in 4 bits."""
-    made = _like(layer, FourBits, quant_type=kind, compress_statistics=twice, compute_dtype=compute)
-    made.weight = _four(layer.weight.data, kind, twice).to(layer.weight.device)
-    # An evaluation would pack weights for a kernel without gradients: no training went on after it.
+def four_bits(layer: Linear, kind: str, double_quant: bool, compute: torch.dtype) -> Any:
+    """Return the layer with its weight in 4 bits."""
+    made = _like(layer, FourBits, quant_type=kind, compress_statistics=double_quant, compute_dtype=compute)
+    made.weight = _four(layer.weight.data, kind, double_quant).to(layer.weight.device)
+    # Otherwise an evaluation packs weights for a kernel without gradients, and training fails after it.
     made.support_avx512bf16_for_cpu = False
     return made
 
 
 def eight_bits(layer: Linear, trained: bool) -> Any:
-    """The layer with its weight in 8 bits, or, if it is `trained`, as it was, and multiplied in 8."""
+    """Return the layer with its weight in 8 bits; if `trained`, with the same weight and 8-bit products."""
     made = _like(layer, TrainedEightBits if trained else EightBits, has_fp16_weights=trained, threshold=6.0)
     made.weight = layer.weight if trained else _eight(layer.weight.data).to(layer.weight.device)
     return made
 
 
 def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    # Each of bitsandbytes' products knows two dimensions, in its backward, too, and some know others.
+    # All products of bitsandbytes support two dimensions, also in backward; only some support others.
     out = product(x.reshape(-1, x.shape[-1]))
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -112,8 +112,8 @@ def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
     return made
 
 
-def _four(weight: torch.Tensor, kind: str, twice: bool) -> Any:
-    return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=twice)
+def _four(weight: torch.Tensor, kind: str, double_quant: bool) -> Any:
+    return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double_quant)
 
 
 def _eight(weight: torch.Tensor) -> Any:

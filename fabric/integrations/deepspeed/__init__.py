@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1 to 3 by its engine, behind the same loop."""
+"""DeepSpeed: ZeRO stages 1 to 3 with DeepSpeed's engine, for the same loop."""
 
 from typing import TYPE_CHECKING
 

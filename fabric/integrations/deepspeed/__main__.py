@@ -1,4 +1,4 @@
-"""`python -m fabric.integrations.deepspeed DIRECTORY FILE`: one plain file of a directory of DeepSpeed's."""
+"""`python -m fabric.integrations.deepspeed DIRECTORY FILE`: convert a DeepSpeed checkpoint to one file."""
 
 import argparse
 
@@ -8,5 +8,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m fabric.integrations.deepspeed", description=__doc__)
     parser.add_argument("directory")
     parser.add_argument("file")
-    given = parser.parse_args()
-    consolidate(given.directory, given.file)
+    options = parser.parse_args()
+    consolidate(options.directory, options.file)

@@ -1,4 +1,4 @@
-"""`Together`: what calls of a split model go through before they reach the engine."""
+"""`CheckedCall`: the call check for forwards of sharded models."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Together:
-    """A call of a split model, before which ranks compare what they call: the engine has no word for it.
+class CheckedCall:
+    """A call of a sharded model, preceded by a call check, because the engine detects no mismatch.
 
     Args:
-        call: The engine's, or a method's.
-        layout: Whose channel this goes by.
-        name: Of the model, and of its method.
+        call: The engine's call, or a method.
+        layout: Its channel is used.
+        name: The name of the model, and of the method.
     """
 
     def __init__(self, call: Callable[..., Any], layout: Any, name: str) -> None:
         self.call, self.layout, self.name = call, layout, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Check the call, then run it."""
         if self.layout.channel is not None:
             forward = "forward" if torch.is_grad_enabled() else ALONE
             self.layout.channel.check_barrier(f"{forward} of {self.name}")

@@ -1,8 +1,8 @@
-"""DeepSpeed's directories: each rank writes its part of one engine, with all else of a state beside it.
+"""DeepSpeed's checkpoint directories: each rank writes its part of one engine; other entries are included.
 
-They are written beside their place and put there when they are complete, with a manifest of all files, as
-`fabric.save` does with its own. `python -m fabric.integrations.deepspeed DIRECTORY FILE` makes of one a plain
-file, with the model in float32.
+As with `fabric.save`, a directory is written under a temporary name, with a manifest of all files, and is
+renamed when complete. `python -m fabric.integrations.deepspeed DIRECTORY FILE` converts one to a file with
+the model in float32.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _TAG, _OURS = "checkpoint", "fabric"
 
 
 def directory_at(path: PathLike) -> Path | None:
-    """DeepSpeed's directory at `path`; None: there is none."""
+    """Return DeepSpeed's directory at `path`; None: there is none."""
     local = local_path(present(path))
     return local if local is not None and (local / "latest").is_file() else None
 
 
 def engine_of(layout: Any, state: Any, doing: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The engine of a state, its optimizer if that is there, too, and all else.
+    """Return the engine of a state, its optimizer (None: not in the state), and all other entries.
 
     Raises:
-        UsageError: It has no model that is an engine, or several.
+        UsageError: The state does not have exactly one model that is an engine.
     """
     entries = state if isinstance(state, dict) else {"": state}
     models = layout.engines_in(entries)
@@ -83,11 +83,11 @@ def save(
             )
         with states.together(strategy, f"saving {path}"):
             files = sorted([file for file in directory.rglob("*") if file.is_file()])
-            own = {file.relative_to(directory).as_posix(): digest(file) for file in files[rank::world]}
-        told = gather_objects(own, strategy.channel(), "save")
+            local = {file.relative_to(directory).as_posix(): digest(file) for file in files[rank::world]}
+        by_rank = gather_objects(local, strategy.channel(), "save")
         with states.together(strategy, f"saving {path}"):
             if rank == 0:
-                digests = {name: said for some in told for name, said in some.items()}
+                digests = {name: value for of_rank in by_rank for name, value in of_rank.items()}
                 write_manifest(directory, digests, **facts)
                 put_in_place(directory, target)
                 if then is not None:
@@ -99,7 +99,7 @@ def save(
 
 
 def tagged(directory: Path) -> Path:
-    """Return the folder in a directory of DeepSpeed's that its file `latest` names.
+    """Return the folder of a DeepSpeed directory that its file `latest` names.
 
     Raises:
         DamagedCheckpointError: It names no folder in the directory.
@@ -115,7 +115,7 @@ def tagged(directory: Path) -> Path:
 
 
 class Opened(dict[str, Any]):
-    """A directory of DeepSpeed's that was checked; only its engine can read it."""
+    """A DeepSpeed directory that was checked; only DeepSpeed's engine can read it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -123,11 +123,11 @@ class Opened(dict[str, Any]):
 
 
 def check_opened(strategy: Any, directory: Path) -> Opened:
-    """Look at a directory before anything is loaded from it; all its ranks do.
+    """Check a directory before anything is loaded from it. All ranks must call this.
 
     Raises:
-        DamagedCheckpointError: A file is missing, or not what was written.
-        UsageError: Another number of ranks has written it.
+        DamagedCheckpointError: A file is missing or was changed.
+        UsageError: Another number of ranks wrote it.
     """
     rank, world = strategy.global_rank, strategy.world_size
     check(directory, rank, world)
@@ -142,7 +142,7 @@ def check_opened(strategy: Any, directory: Path) -> Opened:
 
 
 def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, Any]:
-    """Read one into a state with one engine; gives what else it holds. All ranks must call this."""
+    """Load a directory into a state with one engine; return its other entries. All ranks must call this."""
     with states.together(strategy, f"loading {directory}"):
         engine, optimizer, rest = engine_of(strategy.layout, state, "loading")
     strategy.layout.drop(engine)
@@ -164,11 +164,11 @@ def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, 
 
 
 def consolidate(directory: PathLike, file: PathLike) -> None:
-    """Make one plain file of a directory of DeepSpeed's: the state dict of the model, in float32, for
-    `fabric.load_raw(file, model)` under any strategy, or `torch.load`. In one process.
+    """Convert a DeepSpeed directory to one file: the model's state dict in float32, for
+    `fabric.load_raw(file, model)` under any strategy, or `torch.load`. Runs in one process.
 
     Raises:
-        UsageError: There is no directory of DeepSpeed's.
+        UsageError: It is not a DeepSpeed directory.
     """
     found = directory_at(directory)
     if found is None:
@@ -185,6 +185,6 @@ def consolidate(directory: PathLike, file: PathLike) -> None:
     state = get_fp32_state_dict_from_zero_checkpoint(str(found))
     first = get_model_state_files(str(folder))[0]
     module = torch.load(first, map_location="cpu", weights_only=False)["module"]
-    # Under stage 1 DeepSpeed leaves out what is frozen; under stage 3 `module` has no values.
+    # Under stage 1 DeepSpeed's state lacks frozen parameters; under stage 3 `module` has no values.
     state |= {name: value.float() for name, value in module.items() if name not in state and value.numel()}
     TorchCheckpointIO().save_checkpoint({name: value.clone() for name, value in state.items()}, file)

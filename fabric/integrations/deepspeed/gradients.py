@@ -1,8 +1,9 @@
-"""The gradients of an engine, which hold them in places of their own. What is private to DeepSpeed is here.
+"""The gradients of an engine, in DeepSpeed's own buffers. This file has DeepSpeed's private names.
 
-Seen in 0.19.8: stage 3, and offloaded optimizers, copy the first gradient of a step over what is there, by a
-count of forwards. What had no gradient keeps that of a step before, and the second backward of one forward
-takes the place of the first. So buffers are zeroed after each step here, and everything is added to them.
+Seen in 0.19.8: stage 3, and offloaded optimizers, overwrite the buffer with the first gradient of a
+step, by a count of forwards. A parameter without a gradient keeps that of the previous step, and the second
+backward of one forward overwrites the first. Therefore this file zeroes buffers after each step, and every
+backward adds to them.
 """
 
 from __future__ import annotations
@@ -15,27 +16,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ADD = 1
-"""As a number of a micro-step: not the first one, which copies."""
+"""A number of a micro-step that is not the first one, so that DeepSpeed adds gradients."""
 
 
-def trains(engine: Any) -> bool:
-    """Whether it has an optimizer; under stage 3 one that is only evaluated is an engine, too."""
+def has_optimizer(engine: Any) -> bool:
+    """Whether an engine has an optimizer; under stage 3 models for evaluation are engines, too."""
     return hasattr(engine.optimizer, "optimizer")
 
 
-def take_over(engine: Any) -> None:
-    """From now on nothing begins or ends a backward but `Gradients`.
+def disable_backward_hooks(engine: Any) -> None:
+    """Turn the engine's own handling of backward off; `Gradients` begins and ends each backward.
 
-    By itself the engine does so where a graph has run that its outputs are in, of `torch.autograd.grad`, too,
-    and not at all where two forwards are in one loss.
+    The engine also handles `torch.autograd.grad` of its outputs, and misses a loss of two forwards.
     """
     engine._running_engine_backward = True
-    if not trains(engine):
-        engine.optimizer.set_gradient_accumulation_boundary = bool  # which the engine calls and it lacks
+    if not has_optimizer(engine):
+        engine.optimizer.set_gradient_accumulation_boundary = bool  # the engine calls this missing method
 
 
 def is_stepped(parameter: Any) -> bool:
-    """Whether an engine has taken a parameter in: it required a gradient then, and was in the optimizer."""
+    """Whether an engine steps a parameter: at setup it required a gradient and was in the optimizer."""
     if hasattr(parameter, "_z3_optimizer"):
         optimizer = parameter._z3_optimizer
         return optimizer.get_param_id(parameter) in optimizer.grad_position
@@ -43,44 +43,44 @@ def is_stepped(parameter: Any) -> bool:
 
 
 class Gradients:
-    """The gradients of an engine that trains, from one `zero_grad` to the next. All ranks make each call.
+    """Gradients of an engine with an optimizer, from one `zero_grad` to the next. All ranks make each call.
 
     Args:
         engine: The engine.
-        held: The parameters that its optimizer was given.
+        parameters: The parameters of its optimizer.
     """
 
-    def __init__(self, engine: Any, held: list[Tensor]) -> None:
+    def __init__(self, engine: Any, parameters: list[Tensor]) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         names = {p: name for name, p in engine.module.named_parameters()}
-        self._held = [(names.get(p, "of the optimizer"), p, is_stepped(p)) for p in held]
-        self.there = False
-        """Whether a backward has made some."""
-        self.means = False
-        """Whether they are means over ranks, to be clipped, divided, stepped with."""
-        self._taken = False
-        """Whether a step has taken them: torch would still have them."""
+        self._parameters = [(names.get(p, "of the optimizer"), p, is_stepped(p)) for p in parameters]
+        self.exist = False
+        """Whether a backward has computed gradients."""
+        self.averaged = False
+        """Whether they are averaged over ranks, as clipping, division and steps require."""
+        self._stepped = False
+        """Whether a step has used and dropped them: torch would keep them."""
         self._zeroed = False
-        """Whether they are zeros that no backward has added to: torch would step with them."""
+        """Whether `zero_grad` set them to zero and no backward followed: torch would step with zeros."""
         self._reached = self._clean = False
         self.drop()
 
     def begin(self) -> None:
-        """Before a backward: what it makes is added to what is there."""
+        """Prepare a backward, whose gradients are added to the existing ones."""
         self.engine.set_gradient_accumulation_boundary(False)
-        self.optimizer.clear_backward_seen_flag()  # as each forward does: there may be none in between
+        self.optimizer.clear_backward_seen_flag()  # each forward does so, but there may be none in between
         self.optimizer.micro_step_id = _ADD
         self._reached = self._clean = False
 
     def reach(self) -> None:
-        """A backward has come to the engine, perhaps for a second time through the same outputs.
+        """Handle a backward that reached an output of the engine, maybe for the second time.
 
         Raises:
-            UsageError: The gradients are means already, and no step has taken them.
+            UsageError: The gradients are averaged already, and no step has used them.
         """
-        if self.means:
+        if self.averaged:
             raise UsageError(
-                "This backward came after gradients were clipped or divided, and before the step that takes "
+                "This backward came after gradients were clipped or divided, and before the step that uses "
                 "them. Clip after the last backward of a step, or call optimizer.zero_grad()."
             )
         if not self._reached:
@@ -88,68 +88,68 @@ class Gradients:
             self.engine._backward_prologue()
 
     def end(self) -> bool:
-        """After a backward; whether it has come to the engine, perhaps by its parameters alone.
+        """Complete a backward; return whether it reached the engine, maybe through parameters only.
 
         Raises:
-            UsageError: Other parameters are trained now than at setup.
+            UsageError: Other parameters require gradients than at setup.
         """
-        came = self._reached or self.optimizer._hooks_fired_this_backward > 0
-        if not came and self.engine.zero_optimization_stage() == 1:
-            came = any([p.grad is not None for _, p, _ in self._held])
-        if came:
-            self.there = True
+        reached = self._reached or self.optimizer._hooks_fired_this_backward > 0
+        if not reached and self.engine.zero_optimization_stage() == 1:
+            reached = any([p.grad is not None for _, p, _ in self._parameters])
+        if reached:
+            self.exist = True
             self.engine._backward_epilogue()
         self.optimizer._backward_active_depth = 0
-        for name, parameter, stepped in self._held:
+        for name, parameter, stepped in self._parameters:
             if parameter.requires_grad != stepped:
                 was, now = ("trained", "is frozen") if stepped else ("frozen", "requires a gradient")
                 raise UsageError(
                     f"Parameter {name} was {was} at fabric.setup and {now} now, and DeepSpeed's engine steps "
                     "what it took in then. Train or freeze it all the time, in a model set up anew."
                 )
-        return came
+        return reached
 
     def finish(self) -> None:
-        """Make them means over ranks.
+        """Average the gradients over ranks.
 
         Raises:
-            UsageError: They should have those of a step before added to them.
+            UsageError: There was no `zero_grad` since the last step, whose gradients torch would add.
         """
-        if self._taken:
+        if self._stepped:
             raise UsageError(
                 "There was no optimizer.zero_grad() since the last optimizer.step(): DeepSpeed drops "
                 "gradients in a step, torch keeps them and adds the next ones. Call optimizer.zero_grad()."
             )
-        if self.means or not self.there:
+        if self.averaged or not self.exist:
             return
         self.engine.set_gradient_accumulation_boundary(True)
         if self.engine.zero_optimization_stage() == 1:
             self.engine.allreduce_gradients()
         else:
             self.optimizer.finalize_gradient_accumulation_boundary()
-        self.means = True
+        self.averaged = True
 
     def parts(self) -> tuple[list[Tensor], float]:
-        """After `finish`: this rank's part of them, into which one may write before a step, and the loss
-        scale by which they are too large.
+        """Return this rank's gradient shards, writable until the step, and the loss scale that they are
+        multiplied by. Call `finish` first.
         """
-        if not self.there:
+        if not self.exist:
             return [], 1.0
         groups = self.optimizer.averaged_gradients.values()
         parts = self._offloaded() or [part for group in groups for part in group or ()]
         return parts, float(self.optimizer.loss_scale)
 
     def step(self) -> bool:
-        """Let the engine step; whether there was something to step with.
+        """Step the engine; return whether there were gradients.
 
         Raises:
             UsageError: torch would step with zeros.
         """
         self.finish()
-        if self.there:
+        if self.exist:
             self.engine.step()
             self.drop()
-            self._taken = True
+            self._stepped = True
             return True
         if self._zeroed:
             raise UsageError(
@@ -159,14 +159,14 @@ class Gradients:
         return False
 
     def drop(self, set_to_none: bool = True) -> None:
-        """Forget them."""
-        self._zeroed = not set_to_none and (self.there or self._taken or self._zeroed)
-        self.there = self.means = self._taken = False
+        """Clear all gradients."""
+        self._zeroed = not set_to_none and (self.exist or self._stepped or self._zeroed)
+        self.exist = self.averaged = self._stepped = False
         if self._clean:
             return
         self._clean = True
         for parameter in self.engine.module.parameters():
-            parameter.grad = None  # of a backward that failed
+            parameter.grad = None  # left by a failed backward
         self.optimizer.zero_grad()
         for part in self._offloaded():
             part.zero_()
@@ -179,7 +179,7 @@ class Gradients:
             part.zero_()
 
     def _offloaded(self) -> list[Tensor]:
-        """Gradients that lie with the masters, where these are offloaded."""
+        """Return the gradients of offloaded master weights."""
         optimizer = self.optimizer
         if not (getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)):
             return []

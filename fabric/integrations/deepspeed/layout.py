@@ -1,4 +1,4 @@
-"""`Engines`: models of which each is an engine of DeepSpeed's, with its optimizer."""
+"""`DeepSpeedLayout`: each model with its optimizer is a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.forward import HookedCall
 from fabric.integrations.deepspeed import states
-from fabric.integrations.deepspeed.calls import Together
-from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
+from fabric.integrations.deepspeed.calls import CheckedCall
+from fabric.integrations.deepspeed.gradients import Gradients, disable_backward_hooks, has_optimizer
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
 from fabric.strategies.layout import Layout
 from fabric.strategies.norms import norm_over_ranks
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Engines(Layout):
-    """The user's optimizer keeps the model's parameters and their settings; the engine steps a twin of it,
-    whose parameters are DeepSpeed's.
+class DeepSpeedLayout(Layout):
+    """Layout of models that are DeepSpeed engines.
 
-    Gradients are added up by the engine, whatever backwards they come from, until a step or `zero_grad`;
-    `.grad` is None. They are means over ranks when somebody asks: to clip, to divide, to step.
+    The user's optimizer keeps the model's parameters and their settings; the engine steps a copy of it with
+    DeepSpeed's parameters. The engine accumulates the gradients of all backwards until a step or
+    `zero_grad`; `.grad` is None. They are averaged over ranks before they are clipped, divided or used.
 
     Args:
         stage: 1, 2 or 3.
@@ -61,11 +61,11 @@ class Engines(Layout):
         self.stage = stage
         self.traits = replace(self.traits, splits_parameters=stage == 3)
         self.config: dict[str, Any] = {}
-        """Of an engine, complete; the strategy sets it."""
+        """The complete configuration of an engine, set by the strategy."""
         self.engines: dict[Any, Any] = {}
-        """By the user's module."""
+        """The user's modules to their engines."""
         self._gradients: dict[Any, Gradients] = {}
-        """By engine, of those that train."""
+        """Engines that have an optimizer to their gradients."""
         self._stepped: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._runs = self._failed = self._gathers = False
 
@@ -76,10 +76,10 @@ class Engines(Layout):
         self.__init__(**state)  # type: ignore[misc]
 
     def make(self, module: Module, optimizer: Optimizer | None) -> Any:
-        """The engine of a model and its optimizer. All ranks must call this.
+        """Create the engine of a model and its optimizer. All ranks must call this.
 
         Raises:
-            ConfigurationError: Parameters, or an optimizer, that DeepSpeed makes no engine of.
+            ConfigurationError: DeepSpeed does not support the parameters or the optimizer.
         """
         import deepspeed
 
@@ -93,19 +93,19 @@ class Engines(Layout):
             model=module, optimizer=twin, config=self.config, dist_init_required=False
         )
         self.engines[module] = engine
-        take_over(engine)
+        disable_backward_hooks(engine)
         engine.__deepcopy__ = _refuse_copy
         if self.traits.splits_parameters:
-            module.register_state_dict_pre_hook(self._check_whole)
-        if trains(engine):
-            self._attend(engine, optimizer if optimizer is not None else _made_by(engine))
+            module.register_state_dict_pre_hook(self._check_gathering)
+        if has_optimizer(engine):
+            self._register(engine, optimizer if optimizer is not None else _optimizer_made_by(engine))
         return engine
 
     def optimizer_of(self, module: Module) -> Optimizer:
-        """The optimizer that the configuration has made for a model.
+        """Return the optimizer that DeepSpeed created for a model by its configuration.
 
         Raises:
-            ConfigurationError: It has made none.
+            ConfigurationError: The configuration has none.
         """
         for optimizer, engine in self._stepped.items():
             if engine.module is module:
@@ -120,10 +120,10 @@ class Engines(Layout):
         return list(self._gradients)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """One that an engine has already.
+        """Return an optimizer that belongs to an engine.
 
         Raises:
-            ConfigurationError: It has none.
+            ConfigurationError: It belongs to no engine.
         """
         self._engine(optimizer)
         return optimizer
@@ -137,35 +137,35 @@ class Engines(Layout):
         return self._stepped[optimizer]
 
     def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise: an engine takes in no more."""
+        """Raise: parameters cannot be added to an engine."""
         raise UsageError(
             "add_param_group() came after setup, and a DeepSpeed engine has the parameters of setup. Give "
             "the optimizer all its parameters before."
         )
 
     def unwrap(self, wrapped: Module) -> Module:
-        """The user's module inside an engine."""
+        """Return the user's module inside an engine."""
         return wrapped.module if wrapped in self.engines.values() else wrapped  # type: ignore[return-value]
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """The engine's call, whose outputs tell of a backward."""
+        """Return the engine's call, with hooks on its outputs for backward."""
         return self._hooked(wrapped.__call__, wrapped)
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
     ) -> Callable[..., Any]:
-        """The method, whose outputs tell of a backward as those of a forward do."""
+        """Return the method, with hooks on its outputs for backward."""
         return self._hooked(method, wrapped, f".{method.__name__}")
 
     def _hooked(self, call: Callable[..., Any], wrapped: Any, name: str = "") -> Callable[..., Any]:
         if wrapped not in self.engines.values():
             return call
         if self.traits.splits_parameters:
-            call = Together(call, self, type(wrapped.module).__name__ + name)
+            call = CheckedCall(call, self, type(wrapped.module).__name__ + name)
         return HookedCall(call, self, wrapped)
 
     def on_reached(self, engine: Any) -> None:
-        """A backward has reached an output of the engine; or `torch.autograd.grad`, which is not ours."""
+        """Handle a backward that reached an output of the engine; ignore `torch.autograd.grad`."""
         if self._runs and engine in self._gradients:
             self._gradients[engine].reach()
 
@@ -173,44 +173,44 @@ class Engines(Layout):
         """Run a backward pass, which adds to the gradients of the engines that it reaches.
 
         Raises:
-            UsageError: It reaches none; or the graph is to stay for another one under stage 3; or one before
-                has failed.
+            UsageError: It reaches no engine; it retains the graph under stage 3; or an earlier backward
+                failed.
         """
         if self.traits.splits_parameters and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
             raise UsageError(
-                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that a "
-                "second backward of this graph needs. Add the losses up and call fabric.backward once, or "
-                "take stage 2."
+                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed frees weights that a "
+                "second backward of this graph needs. Add the losses and call fabric.backward once, or "
+                "write stage=2."
             )
         if self._failed:
             raise UsageError(
-                "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
-                "gradients. Begin a new process from a checkpoint."
+                "A backward before this one failed in the middle, so DeepSpeed's engine has only a part of "
+                "its gradients. Restart the process from a checkpoint."
             )
         if self.traits.splits_parameters and self.channel is not None:
             self.channel.check_barrier("backward")
-        for held in self._gradients.values():
-            held.begin()
+        for gradients in self._gradients.values():
+            gradients.begin()
         self._runs = self._failed = True
         try:
             run(tensor, *args, **kwargs)
         finally:
             self._runs = False
         self._failed = False
-        if not any([held.end() for held in self._gradients.values()]):
+        if not any([gradients.end() for gradients in self._gradients.values()]):
             raise UsageError(
                 "This loss comes from no model that was set up with an optimizer, or from its .module: "
-                "DeepSpeed sends nothing of it. Write model, optimizer = fabric.setup(model, optimizer), and "
-                "call what it gave back."
+                "DeepSpeed averages no gradients of it. Write model, optimizer = fabric.setup(model, "
+                "optimizer), and call the model that it returned."
             )
 
     def engine_of(self, parameters: Iterable[Tensor]) -> Any:
-        """The engine that has these parameters; None: no one has."""
-        held = {id(p) for p in parameters}
-        return next((e for m, e in self.engines.items() if held & {id(p) for p in m.parameters()}), None)
+        """Return the engine that has any of these parameters; None: no engine has."""
+        ids = {id(p) for p in parameters}
+        return next((e for m, e in self.engines.items() if ids & {id(p) for p in m.parameters()}), None)
 
     def engines_in(self, state: Any) -> list[Any]:
-        """The names of a state's models that are engines."""
+        """Return the names of a state's models that are engines."""
         entries = state if isinstance(state, dict) else {}
         inner = {key: unwrap(value) for key, value in entries.items()}
         return [key for key, value in inner.items() if isinstance(value, Module) and value in self.engines]
@@ -220,21 +220,21 @@ class Engines(Layout):
         return isinstance(optimizer, torch.optim.Optimizer) and self._stepped.get(optimizer) is engine
 
     def drop(self, engine: Any) -> None:
-        """Forget the gradients of an engine."""
+        """Clear the gradients of an engine."""
         self._gradients[engine].drop()
 
     def loaded(self, engine: Any, optimizer: Optimizer | None) -> None:
-        """The engine has loaded a checkpoint, into its optimizer, too, where this is given."""
-        self._versions(engine)
+        """Update records after the engine loaded a checkpoint; with `optimizer` also its settings."""
+        self._record_versions(engine)
         if optimizer is not None:
-            self._take_settings(optimizer, engine)
+            self._copy_settings_from(engine, optimizer)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
-        """Before gradients are clipped or divided: they are means. All ranks must call this."""
+        """Average gradients before they are clipped or divided. All ranks must call this."""
         self._of(parameters).finish()
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """The gradients, and their norm in the whole model. All ranks must call this."""
+        """Return this rank's gradient shards, and the norm of the whole model. All ranks must call this."""
         parts, scale = self._of(parameters).parts()
         channel: Any = self.channel
         norm = norm_over_ranks(
@@ -254,21 +254,22 @@ class Engines(Layout):
             part.div_(divisor)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step by the engine; without gradients nothing. All ranks must call this."""
+        """Step the engine; without gradients do nothing. All ranks must call this."""
         engine, channel = self._engine(optimizer), self.channel
-        held = self._gradients[engine]
+        gradients = self._gradients[engine]
         if channel is not None and channel.world_size > 1:
-            there = "gradients" if held.there else "no gradients"
-            channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"with {there}"))
-        self._take_edits(engine)
-        for theirs, own in zip(engine.optimizer.optimizer.param_groups, optimizer.param_groups, strict=False):
-            theirs.update(_settings(own))
-        if held.step():
-            self._take_settings(optimizer, engine)  # which a scheduler of DeepSpeed's may have changed
-            self._versions(engine)
+            which = "gradients" if gradients.exist else "no gradients"
+            channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"with {which}"))
+        self._copy_edits_to_masters(engine)
+        engine_groups = engine.optimizer.optimizer.param_groups
+        for engine_group, group in zip(engine_groups, optimizer.param_groups, strict=False):
+            engine_group.update(_settings(group))
+        if gradients.step():
+            self._copy_settings_from(engine, optimizer)  # a scheduler of DeepSpeed's may have changed them
+            self._record_versions(engine)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
-        """Under stage 3, modules are split as they are made."""
+        """Context for module construction; under stage 3 it shards modules as they are constructed."""
         if self.stage != 3:
             return super().init_context(empty_init)
         import deepspeed
@@ -283,19 +284,19 @@ class Engines(Layout):
         return super().plain_module(module, keep, device)
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
-        """The parameters of a split module. All ranks must call this."""
+        """Return the full parameters of a sharded module. All ranks must call this."""
         return {name: states.full_value(p) for name, p in module.named_parameters(remove_duplicate=False)}
 
     def module_state(self, module: Module) -> dict[str, Any]:
-        """The full state dict, with the values of the masters. All ranks must call this."""
+        """Return the full state dict, with the values of the master weights. All ranks must call this."""
         if self.engines.get(module) in self._gradients:
-            self._take_edits(self.engines[module])
+            self._copy_edits_to_masters(self.engines[module])
         with self.gathers():
             return states.module_state(module, self.keeps_full)
 
     @contextmanager
     def gathers(self) -> Iterator[None]:
-        """Context in which a state dict of bare modules is asked for to be made whole."""
+        """Context in which state dicts of the user's modules are allowed, since values are gathered."""
         self._gathers = True
         try:
             yield
@@ -303,14 +304,14 @@ class Engines(Layout):
             self._gathers = False
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
-        """Load a full state dict, also into the masters. All ranks must call this."""
-        told = states.load_module_state(module, map_tree(read_stored, state), strict)
+        """Load a full state dict, also into the master weights. All ranks must call this."""
+        result = states.load_module_state(module, map_tree(read_stored, state), strict)
         if module in self.engines:
-            self._versions(self.engines[module])
-        return told
+            self._record_versions(self.engines[module])
+        return result
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer. All ranks must call this."""
+        """Return the full state of an optimizer. All ranks must call this."""
         return states.optimizer_state(optimizer, self._engine(optimizer), self.keeps_full)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -324,13 +325,13 @@ class Engines(Layout):
         self.engines.clear()
         self._gradients.clear()
 
-    def _attend(self, engine: Any, optimizer: Optimizer) -> None:
+    def _register(self, engine: Any, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        held = self._gradients[engine] = Gradients(engine, parameters)
-        optimizer.zero_grad = engine.module.zero_grad = held.drop  # type: ignore[method-assign]
+        gradients = self._gradients[engine] = Gradients(engine, parameters)
+        optimizer.zero_grad = engine.module.zero_grad = gradients.drop  # type: ignore[method-assign]
         self._stepped[optimizer] = engine
-        engine.fabric_optimizer = optimizer  # one that DeepSpeed makes has no other holder
-        self._versions(engine)
+        engine.fabric_optimizer = optimizer  # the only strong reference to one that DeepSpeed created
+        self._record_versions(engine)
 
     def _of(self, parameters: Iterable[Tensor]) -> Gradients:
         engine = self.engine_of(parameters)
@@ -341,59 +342,61 @@ class Engines(Layout):
             )
         return self._gradients[engine]
 
-    def _take_settings(self, optimizer: Optimizer, engine: Any) -> None:
-        for own, theirs in zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False):
-            own.update(_settings(theirs))
+    def _copy_settings_from(self, engine: Any, optimizer: Optimizer) -> None:
+        engine_groups = engine.optimizer.optimizer.param_groups
+        for group, engine_group in zip(optimizer.param_groups, engine_groups, strict=False):
+            group.update(_settings(engine_group))
 
-    def _versions(self, engine: Any) -> None:
+    def _record_versions(self, engine: Any) -> None:
         engine.fabric_versions = [p._version for p in engine.module.parameters()]
 
-    def _take_edits(self, engine: Any) -> None:
-        """Copy what the user wrote into parameters since the last step to the master weights."""
+    def _copy_edits_to_masters(self, engine: Any) -> None:
+        """Copy the user's in-place changes of parameters since the last step to the master weights."""
         whole = not (self.config["fp16"]["enabled"] or self.config["bf16"]["enabled"])
         whole = whole and not self.traits.splits_parameters
+        # In unsharded float32 it always copies: `param.data` changes leave the version as it is.
         if not whole and engine.fabric_versions == [p._version for p in engine.module.parameters()]:
-            return  # in float32 masters are the parameters, by whatever these were written
+            return
         if self.traits.splits_parameters:
             raise UsageError(
-                "Parameters were written by hand, and under stage 3 their values are elsewhere: nothing was "
-                "changed. Take stage 2, or load what they should be by fabric.load_raw."
+                "Parameters were written by hand, and under stage 3 their values are sharded elsewhere: "
+                "nothing was changed. Write stage=2, or load the new values with fabric.load_raw."
             )
         engine.optimizer.refresh_fp32_params()
 
-    def _check_whole(self, module: Module, *_: Any) -> None:
+    def _check_gathering(self, module: Module, *_: Any) -> None:
         if not self._gathers:
             raise UsageError(
                 f"The state dict of a bare {type(module).__name__} has no values under stage 3. Call "
-                "state_dict() of the model that fabric.setup gave back, on all ranks."
+                "state_dict() of the model that fabric.setup returned, on all ranks."
             )
 
 
 def _check(module: Module, optimizer: Optimizer | None) -> None:
-    """Raise if DeepSpeed would make no engine of these."""
+    """Raise if DeepSpeed does not support the module or the optimizer."""
     for name, p in module.named_parameters():
         if not (hasattr(p, "ds_id") or (p.dim() and p.is_contiguous())):
             raise ConfigurationError(
                 f"DeepSpeed takes no parameter of shape {list(p.shape)} with strides {list(p.stride())}: "
-                f"{name}. Give it a dimension, and memory without gaps (p.data = p.data.contiguous())."
+                f"{name}. Give it a dimension, and contiguous memory (p.data = p.data.contiguous())."
             )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer, or "
+            "LBFGS needs a closure, but DeepSpeed's step calls none. Write another optimizer, or "
             'write strategy="ddp".'
         )
     for group in [] if optimizer is None else optimizer.param_groups:
         if not any([p.requires_grad for p in group["params"]]):
             raise ConfigurationError(
-                "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed can "
-                "make nothing. Leave it out."
+                "A group of the optimizer has no parameter that requires a gradient, which DeepSpeed does "
+                "not support. Leave the group out."
             )
 
 
 def _refuse_copy(memo: dict[int, Any]) -> Any:
     raise UsageError(
         "A model that fabric.setup has made a DeepSpeed engine cannot be copied. Copy it before that, also "
-        "for an average of its weights; `with fabric.whole(model) as plain:` is for a look at it."
+        "for an average of its weights; or read the model in `with fabric.whole(model) as plain:`."
     )
 
 
@@ -401,10 +404,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _made_by(engine: Any) -> Optimizer:
-    """The optimizer that DeepSpeed has made of its configuration, with the model's parameters."""
-    own = engine.optimizer.optimizer
-    held = [p for p in engine.module.parameters() if p.requires_grad]
-    groups = [{"params": held, **_settings(own.param_groups[0])}]
-    made: Optimizer = optimizer_view(own, param_groups=groups, state=defaultdict(dict))
-    return made
+def _optimizer_made_by(engine: Any) -> Optimizer:
+    """Return the optimizer that DeepSpeed created by its configuration, with the model's parameters."""
+    inner = engine.optimizer.optimizer
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    groups = [{"params": parameters, **_settings(inner.param_groups[0])}]
+    view: Optimizer = optimizer_view(inner, param_groups=groups, state=defaultdict(dict))
+    return view

@@ -1,4 +1,4 @@
-"""The package itself, or how it is installed."""
+"""Import of the package deepspeed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Context with these variables in the environment, where they are not; what is added in it goes again."""
+    """Context that sets environment variables that are unset; it removes all that were added inside."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name not in before})
     try:
@@ -25,10 +25,10 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def load_deepspeed(device_type: str | None = None) -> Any:
-    """`deepspeed`, which compiles nothing by itself.
+    """Import and return `deepspeed`, configured not to compile its operators.
 
     Args:
-        device_type: That of this process, where it is known: "cpu" has to be said before the import.
+        device_type: Device type of this process, if known: "cpu" must be set before the import.
 
     Raises:
         MissingExtraError: DeepSpeed is not installed, or does not load.
@@ -36,16 +36,16 @@ def load_deepspeed(device_type: str | None = None) -> Any:
     instead = 'write strategy="zero1", "zero2" or "fsdp", which need nothing else'
     asked = 'strategy="deepspeed"'
     with environment(**({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {})):
-        deepspeed = needed("deepspeed", asked, "deepspeed", least="0.19", instead=instead)
+        deepspeed = import_package("deepspeed", asked, "deepspeed", least="0.19", instead=instead)
     from deepspeed.ops import __compatible_ops__
 
-    # Its collectives in shared memory, which it would compile (for minutes) as soon as ranks meet.
+    # Its shared-memory collectives, which take minutes to compile at the first use of a group.
     __compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed make its process groups anew: those of another launch in this process are gone."""
+    """Make DeepSpeed create new process groups: those of an earlier launch in this process are destroyed."""
     from deepspeed.utils import groups
 
     groups._release_process_group_references()

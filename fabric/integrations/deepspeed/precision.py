@@ -1,4 +1,4 @@
-"""`DeepSpeedPrecision`: the engine has dtypes, masters and loss scale; here is what goes in and out."""
+"""`DeepSpeedPrecision`: casts inputs and outputs. The engine has parameter dtypes, masters and loss scale."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WHY = "DeepSpeed's engine has no float64"
 class DeepSpeedPrecision(Precision):
     """Precision of `Fabric(strategy="deepspeed", precision=...)`.
 
-    DeepSpeed has one way of half precision, for which both names stand, "-true" and "-mixed": parameters in
-    half precision, gradients, too, and masters in float32 which the optimizer steps. Inputs are cast, and
-    outputs come in torch's default dtype.
+    DeepSpeed has one kind of half precision, for both "-true" and "-mixed": parameters and gradients in half
+    precision, and master weights in float32 that the optimizer steps. Inputs are cast, and outputs have
+    torch's default dtype.
 
     Args:
         precision: One of "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", or an alias.
@@ -48,13 +48,13 @@ class DeepSpeedPrecision(Precision):
 
     @property
     def policy(self) -> DtypePolicy:
-        """The dtype policy that the name stands for."""
+        """The dtype policy of the name."""
         return replace(POLICIES[self.precision], loss_scale=self.dtype == torch.float16)
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in the dtype of the parameters."""
+        """Cast floating-point tensors to the dtype of the parameters."""
         return data if self.dtype == torch.float32 else CastTo(self.dtype)(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in torch's default dtype."""
+        """Cast floating-point tensors to torch's default dtype."""
         return data if self.dtype == torch.float32 else CastTo(torch.get_default_dtype())(data)

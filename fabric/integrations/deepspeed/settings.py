@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the keywords of `DeepSpeedStrategy`, a file or a dictionary, our own part."""
+"""DeepSpeed's configuration, from keywords of `DeepSpeedStrategy`, a file or dictionary, and our defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 
 VARIABLE = "FABRIC_DEEPSPEED_CONFIG_PATH"
 
-PLACES = {
+CONFIG_PATHS = {
     "stage": "zero_optimization.stage",
     "contiguous_gradients": "zero_optimization.contiguous_gradients",
     "overlap_comm": "zero_optimization.overlap_comm",
@@ -28,7 +28,7 @@ PLACES = {
     "contiguous_memory_optimization": "activation_checkpointing.contiguous_memory_optimization",
     "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
 }
-"""Of each keyword: where it stands in a configuration."""
+"""Keywords of `DeepSpeedStrategy` to their paths in a configuration."""
 _OFFLOAD_OPTIMIZER = {
     "offload_optimizer_device": "device",
     "nvme_path": "nvme_path",
@@ -53,9 +53,9 @@ _FP16 = {
 }
 
 
-def places(keywords: dict[str, Any]) -> dict[str, str]:
-    """Return the place in a configuration of each keyword that is used."""
-    found = dict(PLACES)
+def config_paths(keywords: dict[str, Any]) -> dict[str, str]:
+    """Return the path in a configuration of each keyword that applies."""
+    found = dict(CONFIG_PATHS)
     if keywords["offload_optimizer"]:
         found |= {
             name: f"zero_optimization.offload_optimizer.{key}" for name, key in _OFFLOAD_OPTIMIZER.items()
@@ -68,11 +68,11 @@ def places(keywords: dict[str, Any]) -> dict[str, str]:
 
 
 def read(config: Any) -> tuple[dict[str, Any], str]:
-    """A configuration of the user's, and where it came from. Nothing: {}.
+    """Return the user's configuration (empty if there is none) and its source for messages.
 
     Raises:
-        ArgumentTypeError: It is no dictionary and no path.
-        ConfigurationError: There is no such file, or it is no JSON of a dictionary.
+        ArgumentTypeError: It is neither a dictionary nor a path.
+        ConfigurationError: There is no such file, or it is not a JSON dictionary.
     """
     where = "config"
     if config is None:
@@ -80,7 +80,7 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
     if not config:
         return {}, where
     if isinstance(config, dict):
-        return deepcopy(config), where  # DeepSpeed writes into what it is given
+        return deepcopy(config), where  # DeepSpeed modifies the dictionary
     if not isinstance(config, str | Path):
         raise ArgumentTypeError(
             f"config must be a dictionary or the path of a JSON file, but is a {type(config).__name__}."
@@ -99,23 +99,23 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def joined(keywords: dict[str, Any], defaults: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The user's configuration with what the keywords say beside it.
+    """Return the user's configuration, extended by keywords.
 
     Raises:
-        ConfigurationError: Both say something, and not the same; or the loop is not left to the user.
+        ConfigurationError: They contradict each other; or the configuration accumulates gradients itself.
     """
     found, where = read(config)
-    for name, place in places(keywords).items():
+    for name, path in config_paths(keywords).items():
         value = keywords[name]
         if value is None:
             continue
-        held = get(found, place)
-        if held is None:
-            put(found, place, value)
-        elif held != value and value != defaults[name]:
+        existing = get(found, path)
+        if existing is None:
+            put(found, path, value)
+        elif existing != value and value != defaults[name]:
             raise ConfigurationError(
-                f"DeepSpeedStrategy({name}={value!r}) and {place}={held!r} in {where} contradict each other. "
-                "Write one of them."
+                f"DeepSpeedStrategy({name}={value!r}) and {path}={existing!r} in {where} contradict each "
+                "other. Write one of them."
             )
     steps = found.get("gradient_accumulation_steps", 1)
     if steps not in (1, "auto"):
@@ -133,53 +133,53 @@ def joined(keywords: dict[str, Any], defaults: dict[str, Any], config: Any) -> d
 
 
 def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that an engine gets.
+    """Return the complete configuration of an engine.
 
     Raises:
-        ConfigurationError: It asks for another precision than `Fabric(precision=...)`.
+        ConfigurationError: Its precision differs from `Fabric(precision=...)`.
     """
     config = deepcopy(found)
-    asked = {"16": "fp16", "bf": "bf16"}.get(precision[:2])
+    requested = {"16": "fp16", "bf": "bf16"}.get(precision[:2])
     for name in ("fp16", "bf16"):
         enabled = get(config, f"{name}.enabled")
-        if enabled is not None and enabled != "auto" and bool(enabled) != (name == asked):
+        if enabled is not None and enabled != "auto" and bool(enabled) != (name == requested):
             raise ConfigurationError(
                 f"Fabric(precision={precision!r}) and {name}.enabled={enabled!r} in DeepSpeed's config "
                 "contradict each other. Write the precision in Fabric only."
             )
-        put(config, f"{name}.enabled", name == asked)
-    if asked == "fp16":
+        put(config, f"{name}.enabled", name == requested)
+    if requested == "fp16":
         for name, key in _FP16.items():
             if get(config, f"fp16.{key}") is None:
                 put(config, f"fp16.{key}", keywords[name])
     if get(config, "zero_optimization.stage") == 1:
-        # Gradients are reduced when they are asked for, which may be after several backwards.
+        # Gradients are reduced before they are used, maybe after several backwards.
         put(config, "zero_optimization.overlap_comm", False)
     config["gradient_accumulation_steps"] = 1
     config.pop("train_batch_size", None)
     config.setdefault("train_micro_batch_size_per_gpu", 1)
-    config.setdefault("zero_force_ds_cpu_optimizer", False)  # which would be compiled
+    config.setdefault("zero_force_ds_cpu_optimizer", False)  # that optimizer would be compiled
     config.setdefault("steps_per_print", 1 << 62)
     config.setdefault("gradient_clipping", 0.0)  # its default is 1
     if "optimizer" in config:
         config["optimizer"].setdefault("params", {}).setdefault(
             "torch_adam", True
-        )  # so would be its own Adam
+        )  # DeepSpeed's own Adam would be compiled, too
     return config
 
 
-def get(config: dict[str, Any], place: str) -> Any:
-    """Return the value at a place, "a.b"; None if there is none."""
-    for key in place.split("."):
+def get(config: dict[str, Any], path: str) -> Any:
+    """Return the value at a path such as "a.b"; None if there is none."""
+    for key in path.split("."):
         if not isinstance(config, dict):
             return None
         config = config.get(key)  # type: ignore[assignment]
     return config
 
 
-def put(config: dict[str, Any], place: str, value: Any) -> None:
-    """Put a value at a place, "a.b"."""
-    *inner, last = place.split(".")
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a path such as "a.b"."""
+    *inner, last = path.split(".")
     for key in inner:
         config = config.setdefault(key, {})
     config[last] = value

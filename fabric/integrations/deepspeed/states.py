@@ -1,4 +1,4 @@
-"""Full values and states of what an engine splits, as plain torch writes them. All ranks make each call."""
+"""Full parameters and optimizer states of an engine, in torch's format. All ranks must make each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def full_value(parameter: Any) -> Any:
-    """A parameter's value: its master's, where it has one."""
+    """Return a parameter's full value: that of its master weight, if it has one."""
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -31,7 +31,7 @@ def full_value(parameter: Any) -> Any:
 
 
 def module_state(module: Module, keep: bool) -> dict[str, Any]:
-    """The full state dict of a user's module, in host memory."""
+    """Return the full state dict of a user's module, in host memory."""
     state = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = full_value(parameter)
@@ -41,31 +41,31 @@ def module_state(module: Module, keep: bool) -> dict[str, Any]:
 
 
 def load_module_state(module: Module, state: dict[str, Any], strict: bool) -> Any:
-    """Load a full state dict, also into the masters; gives torch's missing and unexpected keys."""
+    """Load a full state dict, also into master weights; return torch's missing and unexpected keys."""
     split = any([hasattr(p, "ds_id") for p in module.parameters()])
-    told = _load_split(module, state, strict) if split else module.load_state_dict(state, strict=strict)
+    result = _load_split(module, state, strict) if split else module.load_state_dict(state, strict=strict)
     for name, parameter in module.named_parameters():
         if name in state and is_stepped(parameter):
             _set(parameter, state[name])
-    return told
+    return result
 
 
 def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, Any]:
-    """The full state of an optimizer, in host memory.
+    """Return the full state of an optimizer, in host memory.
 
     Args:
-        optimizer: The user's, whose groups have the model's parameters.
-        engine: That which steps them.
-        keep: Whether this rank wants it, or takes part.
+        optimizer: The user's optimizer, whose groups have the model's parameters.
+        engine: The engine that steps them.
+        keep: Whether this rank gets the values; otherwise it only takes part in the gather.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     state: dict[Any, Any] = {}
-    known = _entry(engine)
+    first_entry = _entry(engine)
     _link(engine)
-    for parameter in _parameters(optimizer) if known else ():
+    for parameter in _parameters(optimizer) if first_entry else ():
         entry = state[parameter] = {}
-        for key, value in known.items():
+        for key, value in first_entry.items():
             if _is_split(value):
                 full = safe_get_full_optimizer_state(parameter, key)
                 entry[key] = full.cpu() if keep else full.new_empty(0)
@@ -76,7 +76,7 @@ def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, 
 
 
 def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any]) -> None:
-    """Load a full state."""
+    """Load a full state into an optimizer and its engine."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     if not state["state"]:
@@ -85,8 +85,8 @@ def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any
         _make_states(engine)
     _link(engine)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in zip(numbers, held, strict=True):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in state["state"].get(number, {}).items() if is_stepped(parameter) else ():
             if _is_split(value):
                 _set(parameter, value, key)
@@ -99,7 +99,7 @@ def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any
 
 
 def _set(parameter: Any, value: Any, key: str | None = None) -> None:
-    """Write a full value into this rank's part of a master, or of a state of the optimizer."""
+    """Write a full value into this rank's shard of a master weight, or of an optimizer state."""
     from deepspeed.utils import (
         safe_set_full_fp32_param,
         safe_set_full_optimizer_state,
@@ -109,10 +109,10 @@ def _set(parameter: Any, value: Any, key: str | None = None) -> None:
 
     value = value.to(parameter.device, torch.float32)
     split = hasattr(parameter, "ds_tensor")
-    if split:  # DeepSpeed 0.19 knows no full values that do not divide by ranks
+    if split:  # DeepSpeed 0.19 does not set full values that do not divide by ranks
         size = parameter.ds_tensor.numel()
-        own = value.flatten()[size * dist.get_rank() :][:size]
-        value = torch.cat([own, own.new_zeros(size - own.numel())])
+        shard = value.flatten()[size * dist.get_rank() :][:size]
+        value = torch.cat([shard, shard.new_zeros(size - shard.numel())])
     if key is None:
         (safe_set_local_fp32_param if split else safe_set_full_fp32_param)(parameter, value)
     else:
@@ -126,7 +126,7 @@ def _entry(engine: Any) -> dict[str, Any]:
 
 
 def _link(engine: Any) -> None:
-    """Let parameters know their states: DeepSpeed does so after the first group of the first step only."""
+    """Link parameters to their states: DeepSpeed does so only after the first group of the first step."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked") and _entry(engine):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -141,33 +141,33 @@ def _parameters(optimizer: Optimizer) -> list[Any]:
 
 
 def _make_states(engine: Any) -> None:
-    """Let the optimizer make its states, as in a first step, which changes nothing else."""
+    """Create the optimizer's states by a step with zero gradients, which changes nothing else."""
     zero = engine.optimizer
     masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
-    for place, master in enumerate(masters):
+    for index, master in enumerate(masters):
         before, grad = master.detach().clone(), master.grad
         master.grad = torch.zeros_like(master)
-        zero._optimizer_step(place)
+        zero._optimizer_step(index)
         master.data.copy_(before)
         master.grad = grad
 
 
 def _load_split(module: Module, state: dict[str, Any], strict: bool) -> Any:
-    """Load a state dict into the module, with the parameters of each part gathered while it is loaded."""
+    """Load a state dict into a sharded module; each submodule is gathered while it is loaded."""
     from deepspeed import zero
 
-    held: dict[Any, Any] = {}
+    contexts: dict[Any, Any] = {}
 
-    def enter(part: Module, *_: Any) -> None:
-        held[part] = zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0)
-        held[part].__enter__()
+    def gather(part: Module, *_: Any) -> None:
+        contexts[part] = zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0)
+        contexts[part].__enter__()
 
-    def leave(part: Module, _: Any) -> None:
-        held.pop(part).__exit__(None, None, None)
+    def release(part: Module, _: Any) -> None:
+        contexts.pop(part).__exit__(None, None, None)
 
     parts = list(module.modules())
-    handles: list[Any] = [part.register_load_state_dict_pre_hook(enter) for part in parts]
-    handles += [part.register_load_state_dict_post_hook(leave) for part in parts]
+    handles: list[Any] = [part.register_load_state_dict_pre_hook(gather) for part in parts]
+    handles += [part.register_load_state_dict_post_hook(release) for part in parts]
     try:
         return module.load_state_dict(state, strict=strict)
     finally:

@@ -1,4 +1,4 @@
-"""`DeepSpeedStrategy`: DeepSpeed's engine behind the same loop."""
+"""`DeepSpeedStrategy`: DeepSpeed's engine for the same loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from fabric.checkpoint import state as states
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.integrations.deepspeed import checkpoints
-from fabric.integrations.deepspeed.layout import Engines
+from fabric.integrations.deepspeed.layout import DeepSpeedLayout
 from fabric.integrations.deepspeed.package import environment, forget_groups, load_deepspeed
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedStrategy(DDPStrategy):
-    """ZeRO stages 1, 2 and 3 by DeepSpeed. Each model that is set up with its optimizer is an engine.
+    """ZeRO stages 1, 2 and 3 with DeepSpeed. Each model that is set up with its optimizer is an engine.
 
-    The loop is as under all strategies. What differs: `.grad` has no mean over ranks (in stages 2 and 3
-    nothing), so that clipping is by `fabric.clip_gradients`; all backwards up to a step add up, with or
-    without `no_backward_sync`, and `zero_grad()` must follow each step; a step moves all parameters, also
+    The loop is the same as for all strategies. Differences: `.grad` is not averaged over ranks (in stages 2
+    and 3 it is None), so clip with `fabric.clip_gradients`. All backwards up to a step add up, with or
+    without `no_backward_sync`, and `zero_grad()` must follow each step. A step changes all parameters, also
     those without gradients (by momentum and weight decay). All ranks make each forward and backward.
 
     Args:
         accelerator: As in `Strategy`.
         zero_optimization: Must be True: without it DeepSpeed is DDP.
-        stage: 1 (optimizer states are split over ranks), 2 (and gradients), 3 (and parameters).
-        remote_device: Where `fabric.init_module` leaves parameters under stage 3: "cpu", "nvme".
-        offload_optimizer: Whether masters and states of the optimizer lie in host memory.
-        offload_parameters: Whether parameters do (stage 3).
-        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file, beside keywords that
-            do not contradict it. None: the file that the variable FABRIC_DEEPSPEED_CONFIG_PATH names.
-        logging_level: Of DeepSpeed's messages, as in `logging`.
-        load_full_weights: Taken, and not needed: each load sees of which kind a checkpoint is.
-        exclude_frozen_parameters: Leave them out of DeepSpeed's directories.
+        stage: 1 (optimizer states are sharded over ranks), 2 (and gradients), 3 (and parameters).
+        remote_device: Where `fabric.init_module` puts parameters under stage 3: "cpu", "nvme".
+        offload_optimizer: Whether master weights and optimizer states are in host memory.
+        offload_parameters: Whether parameters are in host memory (stage 3).
+        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file; keywords may extend,
+            but not contradict it. None: the file that the variable FABRIC_DEEPSPEED_CONFIG_PATH names.
+        logging_level: Level of DeepSpeed's messages, as in `logging`.
+        load_full_weights: Ignored: each load detects the kind of a checkpoint.
+        exclude_frozen_parameters: Whether DeepSpeed's directories omit frozen parameters.
         parallel_devices: As in `ParallelStrategy`.
         cluster_environment: As in `ParallelStrategy`.
         precision: As in `Strategy`.
@@ -68,43 +68,43 @@ class DeepSpeedStrategy(DDPStrategy):
         timeout: As in `DDPStrategy`.
         offload_params_device: "cpu" or "nvme".
         nvme_path: A directory on a fast disk, for "nvme".
-        params_buffer_count: Buffers that carry parameters to a disk.
-        params_buffer_size: Elements of each.
-        max_in_cpu: Elements of parameters that stay in memory beside the disk.
+        params_buffer_count: Number of buffers for parameters between host and disk.
+        params_buffer_size: Elements of each buffer.
+        max_in_cpu: Elements of parameters that stay in host memory with "nvme".
         offload_optimizer_device: "cpu" or "nvme".
-        optimizer_buffer_count: Buffers that carry states to a disk.
+        optimizer_buffer_count: Number of buffers for optimizer states between host and disk.
         block_size: Bytes of a read from a disk.
-        queue_depth: Reads at a time.
-        single_submit: Whether they are submitted one by one.
-        overlap_events: Whether to submit while others are waited for.
-        thread_count: Threads for these.
+        queue_depth: Number of reads at a time.
+        single_submit: Whether reads are submitted one by one.
+        overlap_events: Whether reads are submitted while others are pending.
+        thread_count: Number of threads for reads.
         pin_memory: Whether offloaded memory is pinned.
-        sub_group_size: Elements of parameters that are stepped together.
+        sub_group_size: Elements of parameters that are stepped at a time.
         contiguous_gradients: As in DeepSpeed.
-        overlap_comm: Whether gradients travel during the backward; not under stage 1.
+        overlap_comm: Whether gradients are reduced during the backward; not under stage 1.
         allgather_partitions: As in DeepSpeed.
         reduce_scatter: As in DeepSpeed.
         allgather_bucket_size: Elements of a message.
         reduce_bucket_size: Elements of a message.
         zero_allow_untested_optimizer: As in DeepSpeed.
         logging_batch_size_per_gpu: The batch size in DeepSpeed's messages.
-        loss_scale: A fixed scale in float16; 0: it adapts.
-        initial_scale_power: It begins with 2 to this power.
+        loss_scale: A fixed scale in float16; 0: dynamic.
+        initial_scale_power: The dynamic scale starts with 2 to this power.
         loss_scale_window: Steps without overflow until it is doubled.
         hysteresis: Overflows until it is halved.
-        min_loss_scale: Its least value.
+        min_loss_scale: Its minimum.
         partition_activations: As in DeepSpeed's activation checkpoints.
         cpu_checkpointing: As there.
         contiguous_memory_optimization: As there.
         synchronize_checkpoint_boundary: As there.
 
     Raises:
-        ConfigurationError: Keywords and `config` contradict each other, or ask for no stage.
-        ArgumentTypeError: `config` is no dictionary and no path.
+        ConfigurationError: Keywords and `config` contradict each other, or have no stage.
+        ArgumentTypeError: `config` is neither a dictionary nor a path.
         MissingExtraError: DeepSpeed is not installed.
     """
 
-    layout: Engines
+    layout: DeepSpeedLayout
     _restore: Any = None
     state_dict_type = "deepspeed"
 
@@ -177,11 +177,11 @@ class DeepSpeedStrategy(DDPStrategy):
         defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.config = joined(self._keywords, defaults, config)
         self._exclude_frozen, self._logging_level = exclude_frozen_parameters, logging_level
-        self.layout = Engines(get(self.config, "zero_optimization.stage"))
+        self.layout = DeepSpeedLayout(get(self.config, "zero_optimization.stage"))
 
     @property
     def zero_stage_3(self) -> bool:
-        """Whether parameters are split."""
+        """Whether parameters are sharded."""
         return self.layout.stage == 3
 
     def bind(self, plan: Plan) -> None:
@@ -192,13 +192,13 @@ class DeepSpeedStrategy(DDPStrategy):
         """Set up device and process group, and initialise DeepSpeed. All ranks must call this.
 
         Raises:
-            ConfigurationError: DeepSpeed finds no float16 on the devices.
+            ConfigurationError: DeepSpeed does not support float16 on the devices.
         """
         super().setup_environment()
         deepspeed = load_deepspeed(self.root_device.type)
         deepspeed.logger.setLevel(self._logging_level)
         forget_groups()
-        # DeepSpeed asks for it in many places, and at any time.
+        # DeepSpeed reads LOCAL_RANK at any time.
         self._restore = environment(LOCAL_RANK=str(self.topology.local_rank))
         self._restore.__enter__()
         deepspeed.init_distributed(dist_init_required=False)
@@ -217,8 +217,8 @@ class DeepSpeedStrategy(DDPStrategy):
             self._restore = None
 
     def setup_module(self, module: Module) -> Module:
-        """An engine, if DeepSpeed makes the optimizer, or splits the parameters; else the module, which is to
-        be evaluated, on the device. All ranks must call this.
+        """Return an engine, if DeepSpeed creates the optimizer or shards parameters; else the module on the
+        device, for evaluation. All ranks must call this.
         """
         if "optimizer" in self.config or self.zero_stage_3:
             return self.layout.make(module, None)  # type: ignore[no-any-return]
@@ -229,7 +229,7 @@ class DeepSpeedStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
-        """An engine of both. All ranks must call this.
+        """Return the engine of both. All ranks must call this.
 
         Raises:
             ConfigurationError: There are several optimizers, or the configuration has one, too.
@@ -249,18 +249,18 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.layout.make(module, optimizers[0]), optimizers, scheduler
 
     def optimizer_of(self, model: Module) -> Optimizer:
-        """The optimizer that DeepSpeed has made of its configuration, for `fabric.setup_optimizers`.
+        """Return the optimizer that DeepSpeed created by its configuration, for `fabric.setup_optimizers`.
 
         Raises:
-            ConfigurationError: It has made none.
+            ConfigurationError: The configuration has none.
         """
         return self.layout.optimizer_of(unwrap(model))
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, in float16 from the loss times the engine's scale.
+        """Run the backward pass, in float16 with the engine's loss scale.
 
         Raises:
-            UsageError: In float16 with several models, of which none is named; or the loss is of none.
+            UsageError: In float16 there are several models and no `module`; or the loss is of no engine.
         """
         if self._precision.policy.loss_scale:
             engines = self.layout.stepped_engines()
@@ -277,14 +277,14 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.optimizer_step
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step by the engine. All ranks must call this; a closure runs before it, once."""
+        """Step the engine, after one run of the closure. All ranks must call this."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.layout.step(optimizer)
         if hasattr(optimizer.step, COUNTED_STEP):
-            setattr(optimizer, STEPPED, True)  # a scheduler asks whether its optimizer was stepped first
+            setattr(optimizer, STEPPED, True)  # schedulers check that their optimizer was stepped
         return loss
 
     def save_checkpoint(
@@ -302,11 +302,11 @@ class DeepSpeedStrategy(DDPStrategy):
     ) -> PendingSave | None:
         """Save `state`. All ranks must call this.
 
-        Without `format`, or as "deepspeed", it is saved as a directory of DeepSpeed's. For it
-        `state` has one model with its optimizer, and nothing is filtered, or written in the background.
+        Without `format`, or with "deepspeed", it is saved as a DeepSpeed directory. Then `state` must have
+        one model with its optimizer, and `filter` and `wait=False` are not supported.
 
         Raises:
-            UsageError: A `filter`, or `wait=False`, for a directory of DeepSpeed's.
+            UsageError: A `filter`, or `wait=False`, for a DeepSpeed directory.
         """
         asked = format or (self.state_dict_type if self.layout.engines_in(state) else "full")
         if asked != "deepspeed":
@@ -330,20 +330,20 @@ class DeepSpeedStrategy(DDPStrategy):
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load a state dict; return torch's missing and unexpected keys. All ranks must call this."""
-        with self.layout.gathers():  # the base looks at the module's own keys
+        with self.layout.gathers():  # the base class reads the module's state dict
             return super().load_module_state_dict(module, state_dict, strict)
 
     @contextmanager
     def opened(
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
-        """Check and open a checkpoint, or a directory of DeepSpeed's. All ranks must call this.
+        """Check and open a checkpoint, or a DeepSpeed directory. All ranks must call this.
 
-        DeepSpeed unpickles its directories: load those that you trust.
+        DeepSpeed unpickles its directories: load only those that you trust.
 
         Raises:
-            ConfigurationError: `weights_only=True` for such a directory.
-            UsageError: Another number of ranks has written the directory.
+            ConfigurationError: `weights_only=True` for a DeepSpeed directory.
+            UsageError: Another number of ranks wrote the directory.
         """
         directory = checkpoints.directory_at(path)
         if directory is None:

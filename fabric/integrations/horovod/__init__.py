@@ -1,4 +1,4 @@
-"""Horovod: gradients reduced by its optimizer, ranks started by `horovodrun` or `mpirun`."""
+"""Horovod: averages gradients of ranks that `horovodrun` or `mpirun` started."""
 
 from typing import TYPE_CHECKING
 

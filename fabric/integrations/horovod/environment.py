@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HorovodEnvironment(ExternalEnvironment):
-    """Processes started by `horovodrun`. Where rank zero listens is told by Horovod's own broadcast."""
+    """Processes started by `horovodrun`. Horovod broadcasts the address and port of rank zero."""
 
     launcher = "horovodrun"
     variables = {
@@ -33,10 +33,10 @@ class HorovodEnvironment(ExternalEnvironment):
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the key-value store of the job, hosted by rank zero. All ranks must call this."""
-        told = None
+        endpoint = None
         if rank == 0:
             several = (self.num_nodes() or 1) > 1
             address = os.environ.get("MASTER_ADDR") or (socket.gethostname() if several else "127.0.0.1")
-            told = address, reserve_port(address, 0, all_interfaces=several)
-        address, port = load_horovod().broadcast_object(told, 0, name="fabric.store")
+            endpoint = address, reserve_port(address, 0, all_interfaces=several)
+        address, port = load_horovod().broadcast_object(endpoint, 0, name="fabric.store")
         return prefix_store(address, port, rank == 0, timeout)

@@ -1,4 +1,4 @@
-"""`ReducedByHorovod`: as `Replicate`, but Horovod makes the means of gradients."""
+"""`HorovodLayout`: `Replicate` with gradients averaged by Horovod."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
-from fabric.integrations.horovod.buckets import mean_of_bucket
+from fabric.integrations.horovod.buckets import average_bucket
 from fabric.strategies.ddp._torch import has_built_buckets
 from fabric.strategies.ddp.replicate import Replicate
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
-class ReducedByHorovod(Replicate):
-    """DDP whose buckets of gradients travel by Horovod, beside the backward.
+class HorovodLayout(Replicate):
+    """DDP whose gradient buckets Horovod averages during the backward.
 
     Args:
         settings: As in `Replicate`.
-        compression: How gradients travel: a name of `horovod.torch.Compression`.
+        compression: A name of `horovod.torch.Compression`.
     """
 
     traits = replace(
@@ -44,29 +44,29 @@ class ReducedByHorovod(Replicate):
         self.__init__(**state)  # type: ignore[misc]
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """DDP around the module. All ranks must call this."""
+        """Return DDP around the module. All ranks must call this."""
         wrapped = super().wrap(module, topology)
-        self._models = 0  # a rank that has joined compares no backward
+        self._models = 0  # ranks in `join()` take part in no call check of a backward
         replica = self._replica_of(wrapped)
         if replica is not None:
-            replica.register_comm_hook(self.compression, mean_of_bucket)
+            replica.register_comm_hook(self.compression, average_bucket)
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer, with rank zero's state where that has any. All ranks must call this."""
+        """Return the user's optimizer, with rank zero's state if it has one. All ranks must call this."""
         optimizer, channel = super().setup_optimizer(optimizer), self.channel
         if channel is not None and channel.world_size > 1:
-            own = optimizer.state_dict() if channel.collective.rank == 0 else None
-            state = broadcast_tree(own, 0, channel)
+            local = optimizer.state_dict() if channel.collective.rank == 0 else None
+            state = broadcast_tree(local, 0, channel)
             if state["state"]:
                 optimizer.load_state_dict(state)
         return optimizer
 
     def check_join(self) -> None:
-        """Before this rank takes part, with zeros, in what the others reduce by Horovod.
+        """Raise unless this rank can take part with zeros in the other ranks' reductions.
 
         Raises:
-            UsageError: They would send something else, too.
+            UsageError: The other ranks would also send buffers, or agree on the order of gradients.
         """
         if any([known.buffers for known in self._replicas.values()]):
             raise UsageError(

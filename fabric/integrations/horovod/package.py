@@ -1,4 +1,4 @@
-"""The package itself, or how it is installed."""
+"""Import of the package horovod, and its errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,24 +15,24 @@ _INSTALL = "bash tests/integrations/horovod/install.sh VENV"
 
 
 def load_horovod() -> Any:
-    """`horovod.torch`, initialised: this process has its place among the others.
+    """Import, initialise and return `horovod.torch`.
 
     Raises:
         MissingExtraError: Horovod is not installed, or does not load. Pip alone does not build 0.28 against
-            torch 2.13; the script does.
+            torch 2.13; the script in the message does.
     """
     instead = 'write strategy="ddp", which needs nothing else'
-    horovod = needed("horovod.torch", 'strategy="horovod"', _INSTALL, least="0.28", instead=instead)
+    horovod = import_package("horovod.torch", 'strategy="horovod"', _INSTALL, least="0.28", instead=instead)
     horovod.init()
     return horovod
 
 
 @contextmanager
-def others_may_end(doing: str) -> Iterator[None]:
-    """Around what meets other ranks by Horovod, whether it sends or waits.
+def translated_errors(doing: str) -> Iterator[None]:
+    """Context for Horovod's collectives that replaces its error by a RankError.
 
     Raises:
-        RankError: Horovod has stopped, as it does on all ranks when one ends.
+        RankError: Horovod stopped, as it does on all ranks if one exits.
     """
     import horovod.torch as hvd
 

@@ -1,4 +1,4 @@
-"""`scale_learning_rate`: the linear rule for larger batches, with its warm-up."""
+"""`scale_learning_rate`: the linear scaling rule for larger batches, with warm-up."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fabric.core.errors import ConfigurationError
 
 
 def scale_learning_rate(optimizer: Any, world_size: int, warmup_steps: int = 0) -> LRScheduler:
-    """A scheduler that brings the learning rates of an optimizer to `world_size` times what they are.
+    """Return a scheduler that raises the learning rates of an optimizer to `world_size` times their values.
 
-    A global batch that is so many times larger wants so many times the rate, from the rate of one process at
-    the start, in equal parts a step. Source: Goyal et al., arXiv 1706.02677, 2.1 and 2.2. Nothing is scaled
-    unless this is called; the optimizer takes no other scheduler then.
+    For a global batch that is `world_size` times larger. The rate rises linearly from that of one process.
+    Source: Goyal et al., arXiv 1706.02677, 2.1 and 2.2. Nothing is scaled unless this is called. Use no other
+    scheduler for the optimizer then.
 
     Args:
-        optimizer: As it was made, or as `fabric.setup` gave it.
+        optimizer: The optimizer, set up or not.
         world_size: `fabric.world_size`.
-        warmup_steps: Calls of the scheduler's `step()`, one after each optimizer step, until the full rate is
-            reached; 0: at once.
+        warmup_steps: Number of the scheduler's `step()` calls (one after each optimizer step) to the full
+            rate; 0: full rate at once.
 
     Raises:
         ConfigurationError: `world_size` is less than 1, or `warmup_steps` negative.

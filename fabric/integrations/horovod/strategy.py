@@ -1,4 +1,4 @@
-"""`HorovodStrategy`: Horovod's optimizer between our verbs and its ranks."""
+"""`HorovodStrategy`: DDP with gradients averaged by Horovod."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.core.registry import did_you_mean
 from fabric.integrations.horovod.environment import HorovodEnvironment
-from fabric.integrations.horovod.layout import ReducedByHorovod
-from fabric.integrations.horovod.package import load_horovod, others_may_end
+from fabric.integrations.horovod.layout import HorovodLayout
+from fabric.integrations.horovod.package import load_horovod, translated_errors
 from fabric.strategies.ddp.strategy import DDPStrategy
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ _COMPRESSIONS = ("none", "fp16")
 class HorovodStrategy(DDPStrategy):
     """DDP with gradients averaged by Horovod: `horovodrun -np 2 python train.py`, or `mpirun`.
 
-    torch's DDP puts gradients in buckets, and Horovod averages these during the backward. Parameters, buffers
-    and the states of optimizers are rank zero's at setup. The verbs of data (`all_reduce`, `save`, ...) go
-    over a process group of torch beside it, so that they are checked as under all strategies.
+    torch's DDP puts gradients in buckets, and Horovod averages these during the backward. At setup all ranks
+    get rank zero's parameters, buffers and optimizer states. All verbs (`all_reduce`, `save`, ...) use a
+    process group of torch, so that they are checked as under all strategies.
 
     Args:
-        compression: "none", or "fp16": gradients travel in half precision.
+        compression: "none", or "fp16": gradients are sent in half precision.
         kwargs: As in `DDPStrategy`.
 
     Raises:
@@ -35,7 +35,7 @@ class HorovodStrategy(DDPStrategy):
         MissingExtraError: Horovod is not installed.
     """
 
-    layout: ReducedByHorovod
+    layout: HorovodLayout
 
     def __init__(self, compression: str = "none", **kwargs: Any) -> None:
         if compression not in _COMPRESSIONS:
@@ -47,15 +47,15 @@ class HorovodStrategy(DDPStrategy):
         super().__init__(**kwargs)
         if self.cluster_environment is None and "HOROVOD_RANK" in os.environ:
             self.cluster_environment = HorovodEnvironment()
-        self.layout = ReducedByHorovod(self.layout.settings, compression)
+        self.layout = HorovodLayout(self.layout.settings, compression)
 
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         count = self.num_processes * self.num_nodes
         if count > 1 and not environment.creates_processes_externally:
             raise ConfigurationError(
-                f'strategy="horovod" with {count} processes, of which nobody has started the others: '
-                f"Horovod's own launcher does. Write `horovodrun -np {count} python train.py`, which comes "
-                "with Horovod, or mpirun where it was built with MPI."
+                f'strategy="horovod" with {count} processes, but only this one was started: Horovod needs '
+                f"its own launcher. Run `horovodrun -np {count} python train.py`, or mpirun with a build "
+                "for MPI."
             )
         return super()._make_launcher(environment)
 
@@ -63,28 +63,28 @@ class HorovodStrategy(DDPStrategy):
         """Set up device and process group, and check Horovod's ranks. All ranks must call this.
 
         Raises:
-            LaunchError: Horovod counts other ranks than there are.
+            LaunchError: Horovod's rank or size differs from the job's.
         """
         super().setup_environment()
-        horovod, here = load_horovod(), self.topology
-        if (horovod.rank(), horovod.size()) != (here.rank, here.world_size):
+        horovod, topology = load_horovod(), self.topology
+        if (horovod.rank(), horovod.size()) != (topology.rank, topology.world_size):
             raise LaunchError(
-                f"This is rank {here.rank} of {here.world_size}, but Horovod says {horovod.rank()} of "
-                f"{horovod.size()}: something else started the processes. Start them with `horovodrun -np "
-                f"{here.world_size} python train.py`, or with mpirun where Horovod was built with MPI."
+                f"This is rank {topology.rank} of {topology.world_size}, but Horovod says {horovod.rank()} "
+                f"of {horovod.size()}: something else started the processes. Start them with `horovodrun -np "
+                f"{topology.world_size} python train.py`, or with mpirun where Horovod was built with MPI."
             )
 
     def join(self) -> int:
-        """After the last batch of this rank: take part, with zeros, in the steps of those that have more.
+        """Take part with zeros in the steps of ranks that have more batches; call it after the last batch.
 
-        All ranks must call this; it gives the last rank that did. Until then no rank may call another verb.
+        All ranks must call this; it returns the last rank that did. Until then no rank may call another verb.
 
         Raises:
-            UsageError: The model has buffers that are kept alike, or this rank had no batch.
-            RankError: Another rank has ended without this call.
+            UsageError: The model has buffers that ranks synchronise, or this rank had no batch.
+            RankError: Another rank exited without this call.
         """
         self.layout.check_join()
         horovod = load_horovod()
-        with others_may_end("waited in join()"):
+        with translated_errors("waited in join()"):
             last: int = horovod.join()
         return last

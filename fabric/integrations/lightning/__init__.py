@@ -1,1 +1,1 @@
-"""Lightning Fabric's private helpers, flags and aliases that programs import, in terms of ours."""
+"""Private helpers, flags and aliases of Lightning Fabric that programs import."""

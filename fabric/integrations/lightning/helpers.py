@@ -1,4 +1,4 @@
-"""Lightning Fabric's private helpers, in terms of ours: same arguments, same results where both have one."""
+"""Lightning Fabric's private helpers, with the same arguments and results, implemented with ours."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 def call_register_accelerators(registry: Registry, base_module: str) -> None:
-    """Let each accelerator class of `base_module` add itself to `registry`."""
+    """Call `register_accelerators(registry)` of each accelerator class of `base_module`."""
     for _, kind in getmembers(import_module(base_module), isclass):
         if issubclass(kind, Accelerator) and kind is not Accelerator:
             kind.register_accelerators(registry)
 
 
 def find_free_network_port() -> int:
-    """A TCP port of this machine that nothing listens on at this moment."""
+    """Return a TCP port of this machine that is free at this moment."""
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
 
 
 def _parse_gpu_ids(gpus: Any, include_cuda: bool = False, include_mps: bool = False) -> list[int] | None:
-    """Indices of the GPUs that `gpus` names; None for none of them.
+    """Return the indices of the GPUs that `gpus` names; None: it names none.
 
     Raises:
         ConfigurationError: This machine does not have them; or no kind of GPU is included.
@@ -77,7 +77,8 @@ def _get_default_process_group_backend_for_device(device: torch.device) -> str:
 
 
 def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = None) -> Tensor:
-    """`result` reduced over ranks, in place; as it is if there is no process group. All ranks must call this.
+    """Reduce `result` over ranks in place and return it; unchanged without a process group. All ranks must
+    call this.
 
     Args:
         result: A tensor of equal shape on all ranks.
@@ -96,7 +97,7 @@ def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = N
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
-    """The tensor of each rank in rank order, of any shapes. All ranks must call this."""
+    """Return the tensor of each rank in rank order, of any shapes. All ranks must call this."""
     if not _distributed_is_initialized():
         return [result]
     result, world = result.contiguous(), dist.get_world_size(group)
@@ -122,7 +123,7 @@ def _set_rng_states(rng_state_dict: dict[str, Any]) -> None:
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Choose the epoch of a loader that was set up, or of another one's samplers."""
+    """Set the epoch of a loader that was set up, or of the samplers of another loader."""
     if callable(getattr(dataloader, "set_epoch", None)):
         dataloader.set_epoch(epoch)
         return
@@ -138,31 +139,31 @@ def _is_local_file_protocol(path: PathLike) -> bool:
 
 
 def _is_dir(fs: Any, path: PathLike, strict: bool = False) -> bool:
-    """Whether `path` is a directory of an fsspec file system `fs`. Object stores have none: unless `strict`,
-    what is no file counts.
+    """Whether `path` is a directory of an fsspec file system `fs`. On object stores, which have none,
+    everything but files counts unless `strict`.
     """
     local = "file" in fs.protocol or "memory" in fs.protocol
     return bool(fs.isdir(str(path)) if strict or local else not fs.isfile(str(path)))
 
 
 def _atomic_save(checkpoint: dict[str, Any], filepath: PathLike) -> None:
-    """Write a checkpoint as a whole: its place has the old file or the new one, never a part."""
+    """Write a checkpoint atomically."""
     TorchCheckpointIO().save_checkpoint(checkpoint, filepath)
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load what was saved in a file, at a URL or in an open file; arguments as in `torch.load`."""
+    """Load a checkpoint from a path, a URL or an open file; arguments as in `torch.load`."""
     if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
     return TorchCheckpointIO().load_checkpoint(path_or_url, map_location, weights_only)
 
 
 class _NotYetLoadedTensor:
-    """For `isinstance`, which is False: `_lazy_load` returns tensors, read from the file when used."""
+    """For `isinstance`, which is False: `_lazy_load` returns tensors that are read from the file on use."""
 
 
 def _lazy_load(filename: PathLike) -> Any:
-    """Load a file whose tensors are read when used. Objects that run code are refused."""
+    """Load a file whose tensors are read on use. Objects that run code are an error."""
     return TorchCheckpointIO(verify=False).load_checkpoint(filename)
 
 
@@ -174,7 +175,7 @@ def _convert_params(params: dict[str, Any] | Namespace | None) -> dict[str, Any]
 
 
 def _flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """`params` by names like `optimizer/lr`; values are left as they are."""
+    """Return `params` by names such as `optimizer/lr`, with unchanged values."""
     found: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
@@ -187,7 +188,7 @@ def _flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: s
 
 
 def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with scalars of numpy as Python's, and values but numbers, strings and tensors as text."""
+    """Return `params` with numpy scalars as Python's, and all but numbers, strings and tensors as text."""
     plain = {
         key: value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
         for key, value in params.items()
@@ -204,7 +205,7 @@ def _add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapp
 
 
 def _load_external_callbacks(group: str) -> list[Any]:
-    """The callbacks of other distributions' entry points of this group, each of them a factory of some."""
+    """Return the callbacks of all entry points of this group; each is a function that returns one or more."""
     found: list[Any] = []
     for point in entry_points(group=group):
         made = point.load()()
@@ -213,9 +214,8 @@ def _load_external_callbacks(group: str) -> list[Any]:
 
 
 def _unwrap_compiled(obj: Any) -> tuple[Any, dict[str, Any] | None]:
-    """The module inside of `torch.compile`, and {}; or another object as it is, and None.
+    """Return the module without `torch.compile`, and {}; for another object itself, and None.
 
-    torch does not keep the settings: `fabric.core.compile.recompile(module, like=obj)` has those of
-    `obj`.
+    torch does not keep the settings: use `fabric.core.compile.recompile(module, like=obj)`.
     """
     return (uncompiled(obj), {}) if is_compiled(obj) else (obj, None)

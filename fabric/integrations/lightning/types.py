@@ -1,4 +1,4 @@
-"""Lightning Fabric's aliases of types, in terms of ours."""
+"""Lightning Fabric's type aliases."""
 
 from __future__ import annotations
 

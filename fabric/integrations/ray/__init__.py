@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray."""
+"""Ranks as Ray actors."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,11 @@
-"""`RayEnvironment`: ranks are actors of a Ray cluster, which run a function."""
+"""`RayEnvironment`: ranks are actors of a Ray cluster that run a function."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.integrations.ray.seat import Seat
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 class RayEnvironment(ClusterEnvironment):
     """`Fabric(plugins=RayEnvironment(), accelerator="cpu", devices=2)`, then `fabric.launch(function)`.
 
-    `devices=` times `num_nodes=` is the number of ranks; Ray places them. Each has a GPU of its own where
-    `accelerator="cuda"` is asked for (the driver, which calls `launch`, needs none).
+    `devices=` times `num_nodes=` is the number of ranks; Ray places them. With `accelerator="cuda"` each rank
+    has one GPU; the driver, which calls `launch`, needs none.
 
     Args:
-        cpus: CPUs of the cluster that a rank takes.
-        gpus: GPUs that a rank takes; None: one under accelerator="cuda", else none.
-        resources: Further resources that a rank takes, as Ray calls them.
-        placement: Ray's strategy of placement: "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD".
-        min_workers: With how few ranks a run begins where the cluster has no room for more, or goes on after
-            a node was lost; None: as many as were asked for. The function begins anew then, so that it
-            begins with `fabric.load_latest(...)`.
-        max_failures: How often it begins anew after an actor or its node was lost.
-        startup_seconds: How long to wait until the cluster has room for all ranks.
-        init: Keywords of `ray.init`, if Ray does not run here yet.
+        cpus: Number of the cluster's CPUs per rank.
+        gpus: Number of GPUs per rank; None: one with accelerator="cuda", else none.
+        resources: Further resources per rank, by Ray's names.
+        placement: Ray's placement strategy: "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD".
+        min_workers: Smallest number of ranks, for a cluster with fewer resources or after a node was lost;
+            None: the requested number. The function is then run again from its start, so it should begin
+            with `fabric.load_latest(...)`.
+        max_failures: Number of restarts after an actor or its node was lost.
+        startup_seconds: Seconds to wait for resources for all ranks.
+        init: Keyword arguments of `ray.init`, if Ray is not initialised in this process.
 
     Raises:
         ConfigurationError: `min_workers` is less than 1, or `max_failures` negative.
@@ -54,7 +54,7 @@ class RayEnvironment(ClusterEnvironment):
                 f"RayEnvironment(min_workers={min_workers}, max_failures={max_failures}): a run has 1 rank "
                 "or more, and fails 0 times or more."
             )
-        needed("ray", "RayEnvironment", "ray", least="2.40")
+        import_package("ray", "RayEnvironment", "ray", least="2.40")
         self.cpus, self.gpus, self.resources, self.placement = cpus, gpus, resources or {}, placement
         self.min_workers, self.max_failures = min_workers, max_failures
         self.startup_seconds, self.init = startup_seconds, init or {}
@@ -67,12 +67,12 @@ class RayEnvironment(ClusterEnvironment):
         return RayLauncher(self, strategy)
 
     def sit(self, seat: Seat) -> None:
-        """Take a place, in the actor."""
+        """Set rank, sizes and store address; called in the actor."""
         self._seat = seat
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The launcher creates them."""
+        """False: the launcher creates them."""
         return False
 
     @property
@@ -82,12 +82,12 @@ class RayEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """On which rank zero listens already."""
+        """The port on which rank zero listens already."""
         return self._seat.port
 
     @staticmethod
     def detect() -> bool:
-        """Never by itself: somebody asks for it."""
+        """False: it is used only if it is passed explicitly."""
         return False
 
     def world_size(self) -> int:
@@ -95,14 +95,14 @@ class RayEnvironment(ClusterEnvironment):
         return self._seat.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher says how many there are."""
+        """Do nothing: the launcher sets it."""
 
     def global_rank(self) -> int:
         """Index of this actor."""
         return self._seat.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher says which one this is."""
+        """Do nothing: the launcher sets it."""
 
     def local_rank(self) -> int:
         """Index of this actor on its node."""

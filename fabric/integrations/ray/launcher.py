@@ -1,4 +1,4 @@
-"""`RayLauncher`: actors in one placement group, which run a function; fewer of them after a node was lost."""
+"""`RayLauncher`: runs a function on actors of one placement group; on fewer of them after a node was lost."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _log = logging.getLogger(__name__)
 
 
 class RankActor:
-    """Actor in which one rank runs."""
+    """Actor that runs one rank."""
 
     def where(self) -> tuple[str, str]:
-        """The node, and its address."""
+        """Return the node's id and address."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def listen(self, address: str) -> int:
-        """The port on which the store of all ranks is to be: it is taken now."""
+        """Reserve and return the port for the store of all ranks."""
         return reserve_port(address, 0, all_interfaces=True)
 
     def run(self, seat: Seat, call: tuple[Any, Callable[..., Any], Any, Any]) -> Any:
-        """Take the place, and call the function, whose Fabric has this strategy."""
+        """Set up the environment for `seat`, and run the function, whose Fabric has this strategy."""
         strategy, function, args, kwargs = call
-        told = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "LOCAL_RANK": seat.local_rank}
-        os.environ.update({name: str(value) for name, value in told.items()})
+        variables = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "LOCAL_RANK": seat.local_rank}
+        os.environ.update({name: str(value) for name, value in variables.items()})
         strategy.cluster_environment.sit(seat)
         strategy.num_nodes = seat.nodes
         strategy.parallel_devices = [strategy.parallel_devices[0]] * seat.local_size
@@ -48,11 +48,11 @@ class RankActor:
 
 
 class RayLauncher(Launcher):
-    """Starts the ranks as actors, waits for them, and leaves none behind.
+    """Starts the ranks as actors, waits for them, and kills them in the end.
 
     Args:
-        environment: A `RayEnvironment`: what each rank takes of the cluster.
-        strategy: Is sent to the actors, with the function.
+        environment: A `RayEnvironment`, with the resources of each rank.
+        strategy: The strategy, which is sent to the actors with the function.
     """
 
     start_method = "ray"
@@ -61,24 +61,24 @@ class RayLauncher(Launcher):
         self.environment, self.strategy = environment, strategy
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` in every actor; returns rank zero's result.
+        """Run `function(*args, **kwargs)` in every actor; return rank zero's result.
 
         Raises:
-            LaunchError: There is no function, the cluster has no room, or a rank failed: its exception is in
-                the `RayTaskError` that is the cause.
+            LaunchError: There is no function; the cluster lacks resources; or a rank failed, whose exception
+                is in the `RayTaskError` that is the cause.
         """
         if function is None:
             raise LaunchError(
                 "Actors of Ray run a function, but launch() got none. Move the loop into a function, "
                 "`def main(fabric): ...`, and call `fabric.launch(main)`."
             )
-        begun = not ray.is_initialized()
-        if begun:
+        initialised_here = not ray.is_initialized()
+        if initialised_here:
             ray.init(**{"include_dashboard": False, "logging_level": "ERROR", **self.environment.init})
         try:
             return self._until_done(function, args, kwargs)
         finally:
-            if begun:
+            if initialised_here:
                 ray.shutdown()
 
     def _until_done(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class RayLauncher(Launcher):
             address = places[0][1]
             port = ray.get(actors[0].listen.remote(address))
             nodes = [node for node, _ in places]
-            call = ray.put((self.strategy, function, args, kwargs))  # in one: they know each other
+            call = ray.put((self.strategy, function, args, kwargs))  # in one pickle: they may share objects
             order = list(dict.fromkeys(nodes))
             for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
                 seat = Seat(
@@ -143,10 +143,10 @@ class RayLauncher(Launcher):
                     raise error
             return ray.get(next(iter(ranks)))
         except (RayTaskError, RayActorError) as error:
-            # Others may hear of a failed rank before we do.
+            # Other ranks may report the failure of a rank before its own error is received.
             ended, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=2) if ranks else ([], [])
             errors = {ranks[call]: failure for call in ended if (failure := _error_of(call))}
-            first = min(errors, key=lambda rank: (_is_echo(errors[rank]), rank), default=None)
+            first = min(errors, key=lambda rank: (_is_secondary(errors[rank]), rank), default=None)
             cause = error if first is None else errors[first]
             who = "a rank" if first is None else f"rank {first} of {len(ranks)}"
             what = getattr(cause, "cause", None) or cause
@@ -161,20 +161,20 @@ class RayLauncher(Launcher):
         return own if own is not None else float(self.strategy.parallel_devices[0].type == "cuda")
 
     def _room(self) -> int:
-        """For how many ranks the nodes that are alive have resources."""
-        there = ray.cluster_resources()
-        return min([int(there.get(name, 0) / amount) for name, amount in self._share().items()])
+        """Return the number of ranks that live nodes have resources for."""
+        available = ray.cluster_resources()
+        return min([int(available.get(name, 0) / amount) for name, amount in self._share().items()])
 
     def _await_room(self, group: Any, count: int, again: bool) -> None:
-        """Wait until the cluster has room; after a failure no longer than until it knows of a lost node."""
+        """Wait for resources; after a failure (`again`) stop once the cluster reports a lost node."""
         seconds = self.environment.startup_seconds
-        begun = time.monotonic()
+        start = time.monotonic()
         while True:
             try:
                 ray.get(group.ready(), timeout=min(1.0, seconds))
                 return
             except GetTimeoutError as error:
-                waited = time.monotonic() - begun
+                waited = time.monotonic() - start
                 if waited < seconds and not (again and self._room() < count):
                     continue
                 each = ", ".join([f"{amount:g} {name}" for name, amount in self._share().items()])
@@ -193,7 +193,7 @@ def _error_of(call: Any) -> Any:
     return None
 
 
-def _is_echo(error: Any) -> bool:
-    """Whether a rank only tells of another one that failed."""
+def _is_secondary(error: Any) -> bool:
+    """Whether an error is only the consequence of another rank's failure."""
     cause = getattr(error, "cause", None)
     return isinstance(cause, RankError) or "onnection closed by peer" in str(cause)

@@ -1,4 +1,4 @@
-"""`Seat`: what an actor is told."""
+"""`Seat`: rank, sizes and store address of an actor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of a rank, which the launcher gives it when it knows where the actors are."""
+    """Rank, sizes and store address of an actor, assigned by the launcher after the actors were placed."""
 
     rank: int
     world_size: int

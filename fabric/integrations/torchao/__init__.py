@@ -1,1 +1,1 @@
-"""Linear layers that multiply in float8, or store int8, by the package torchao."""
+"""Linear layers that multiply in float8, or store int8, with the package torchao."""

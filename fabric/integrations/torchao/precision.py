@@ -1,4 +1,4 @@
-"""`TorchAOPrecision`: training whose linear layers multiply in float8, and weights stored in int8."""
+"""`TorchAOPrecision`: linear layers that multiply in float8, or whose weights are stored in int8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.core.registry import did_you_mean
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.precision.true import TruePrecision
@@ -23,21 +23,21 @@ Mode = Literal["float8", "int8-weights"]
 class TorchAOPrecision(TruePrecision):
     """Linear layers of torchao. `precision="float8"` is this with its defaults.
 
-    In the mode "float8" the parameters stay what they are, and are trained; each product scales its factors
-    to float8. GPUs without float8 (before compute capability 8.9) and CPUs compute the same numbers by
-    emulation, slowly. It runs under every strategy. In the mode "int8-weights" weights are stored in int8,
-    a scale for each row, and fixed: optimizers are made after `fabric.setup_module(model)`, of what requires
-    gradients then; not under strategies that split parameters.
+    In the mode "float8" the parameters are unchanged and trained; each product scales its factors to float8.
+    GPUs without float8 (before compute capability 8.9) and CPUs compute the same numbers by emulation,
+    slowly. It runs under every strategy. In the mode "int8-weights" weights are stored in int8, with a scale
+    per row, and are fixed. Create optimizers after `fabric.setup_module(model)`, from parameters that require
+    gradients then. It does not run under strategies that shard parameters.
 
     Args:
-        mode: See above.
-        dtype: Of everything else: torch.bfloat16, for example.
-        ignore_modules: Names of modules whose linear layers stay as they are, such as the last one.
-        config: In the mode "float8" a `torchao.float8.Float8LinearConfig`; None: scales of whole tensors.
+        mode: One of the modes above.
+        dtype: Dtype of everything else: torch.bfloat16, for example.
+        ignore_modules: Names of modules whose linear layers are left unchanged, such as the last one.
+        config: In the mode "float8" a `torchao.float8.Float8LinearConfig`; None: one scale per tensor.
 
     Raises:
         ConfigurationError: Unknown `mode`, or a `config` for "int8-weights".
-        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` is not a set of names.
         MissingExtraError: torchao is not installed.
     """
 
@@ -50,26 +50,26 @@ class TorchAOPrecision(TruePrecision):
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigurationError(
-                f"TorchAOPrecision({mode!r}) is no mode of it.{did_you_mean(mode, get_args(Mode))} "
+                f"TorchAOPrecision({mode!r}) is not a mode.{did_you_mean(mode, get_args(Mode))} "
                 f"Write one of {', '.join(map(repr, get_args(Mode)))}."
             )
         if config is not None and mode != "float8":
             raise ConfigurationError(
                 f"TorchAOPrecision({mode!r}, config=...): only the mode 'float8' has a config. Leave it out."
             )
-        self._asked = f"TorchAOPrecision({mode!r})"
+        self._feature = f"TorchAOPrecision({mode!r})"
         self.mode, self.config = mode, config
-        self.ignored = check_settings(self._asked, dtype, ignore_modules or ())
-        needed("torchao", self._asked, "torchao", least="0.18")
+        self.ignored = check_settings(self._feature, dtype, ignore_modules or ())
+        import_package("torchao", self._feature, "torchao", least="0.18")
         super().__init__(dtype)
         self.precision = mode
         self.replaces_parameters = mode == "int8-weights"
 
     def convert_module(self, module: Module) -> Module:
-        """The module with other linear layers, and in `dtype`. All ranks must call this."""
+        """Replace the module's linear layers and cast the rest to `dtype`. All ranks must call this."""
         module = super().convert_module(module)
         make = self._float8 if self.mode == "float8" else _int8
-        replace_linears(module, make, self._asked, self.ignored, self.replaces_parameters)
+        replace_linears(module, make, self._feature, self.ignored, self.replaces_parameters)
         if self.replaces_parameters:
             leave_out_of_ddp(
                 module, [name for name, p in module.named_parameters() if type(p.data) is not Tensor]

@@ -1,1 +1,1 @@
-"""TPUs by `torch_tpu`, and what became of torch_xla."""
+"""TPUs with `torch_tpu`; and names of torch_xla, which raise errors."""

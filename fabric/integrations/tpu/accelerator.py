@@ -1,7 +1,7 @@
-"""`TPUAccelerator`: the generic accelerator under the name of `torch_tpu`, and why there is none.
+"""`TPUAccelerator`: the generic accelerator for `torch_tpu`, and explanations if there is no TPU.
 
-`import torch` loads torch_tpu by itself, where it finds TPUs, and has then a device type and a process group
-backend like any other. Nothing here imports it: without libtpu that ends the process.
+`import torch` loads torch_tpu if it finds TPUs, and then has their device type and process group backend.
+This file does not import it: without libtpu the import ends the process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class TPUAccelerator(TorchAccelerator):
 
     @classmethod
     def name(cls) -> str:
-        """torch's device type."""
+        """Return torch's device type."""
         return "tpu"
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """Return two clauses for an error: why no TPU is available, and what helps."""
+        """Return two clauses for an error: why no TPU is available, and the fix."""
         if find_spec("torch_tpu") is None:
             return "the package torch_tpu is not installed", _INSTALL
         if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
@@ -43,4 +43,4 @@ class TPUAccelerator(TorchAccelerator):
                 "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_tpu",
                 "leave the variable out",
             )
-        return "torch_tpu found no TPU that it knows", "compare its list of TPUs with yours"
+        return "torch_tpu supports no TPU of this machine", "compare its list of TPUs with yours"

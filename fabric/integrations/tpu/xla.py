@@ -1,6 +1,6 @@
-"""Names of torch_xla's strategies and plugins, which does not load with the torch that fabric needs.
+"""Names of strategies and plugins for torch_xla, which does not load with the torch that fabric needs.
 
-The classes import, `isinstance` of them is False, and constructing one is an error that says what to write.
+The classes import, `isinstance` of them is False, and constructing one is an error with the alternative.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fabric.strategies.single_device import SingleDeviceStrategy
 
 
 def refuse(asked: str, instead: str, **_: Any) -> NoReturn:
-    """Refuse `strategy="xla"` and similar names, which are registered with this function.
+    """Raise for `strategy="xla"` and similar names, which are registered with this function.
 
     Raises:
-        ConfigurationError: Always: it says what to write.
+        ConfigurationError: Always, with the alternative.
     """
     raise _refusal(f"strategy={asked!r}", f"accelerator='tpu', strategy={instead!r}")
 
@@ -43,13 +43,13 @@ class _TorchXLA:
 
 
 class XLAStrategy(_TorchXLA, ParallelStrategy):
-    """Data parallel training by torch_xla. Constructing one raises a ConfigurationError."""
+    """Data parallel training with torch_xla. Constructing one raises a ConfigurationError."""
 
     _instead = "accelerator='tpu', strategy='ddp'"
 
 
 class XLAFSDPStrategy(_TorchXLA, ParallelStrategy):
-    """Sharded training by torch_xla. Constructing one raises a ConfigurationError."""
+    """Sharded training with torch_xla. Constructing one raises a ConfigurationError."""
 
     _instead = "accelerator='tpu', strategy='fsdp'"
 
@@ -61,26 +61,26 @@ class SingleDeviceXLAStrategy(_TorchXLA, SingleDeviceStrategy):
 
 
 class XLAPrecision(_TorchXLA, Precision):
-    """Dtypes by torch_xla. Constructing one raises a ConfigurationError."""
+    """Dtypes of torch_xla. Constructing one raises a ConfigurationError."""
 
     _instead = "accelerator='tpu', precision='bf16-true'"
 
 
 class XLACheckpointIO(_TorchXLA, TorchCheckpointIO):
-    """Checkpoints by torch_xla. Constructing one raises a ConfigurationError."""
+    """Checkpoints of torch_xla. Constructing one raises a ConfigurationError."""
 
 
 class XLAEnvironment(_TorchXLA, ClusterEnvironment):
-    """Processes that torch_xla has started. Constructing one raises a ConfigurationError."""
+    """Processes started by torch_xla. Constructing one raises a ConfigurationError."""
 
     @staticmethod
     def detect() -> bool:
-        """False: torch_xla has started no process."""
+        """False: torch_xla starts no processes."""
         return False
 
 
 class XLAAccelerator(_TorchXLA, Accelerator):
-    """TPUs by torch_xla. Constructing one raises a ConfigurationError."""
+    """TPUs with torch_xla. Constructing one raises a ConfigurationError."""
 
     @staticmethod
     def auto_device_count() -> int:

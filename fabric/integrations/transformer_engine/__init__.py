@@ -1,1 +1,1 @@
-"""Layers of NVIDIA's Transformer Engine, in float8 on the GPUs that have it."""
+"""Layers of NVIDIA's Transformer Engine, in float8 on GPUs that support it."""

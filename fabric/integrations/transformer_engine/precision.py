@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.integrations.linears import replace_linears
 from fabric.precision.precision import DefaultDtype
 from fabric.precision.true import TruePrecision
@@ -21,17 +21,17 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class TransformerEnginePrecision(TruePrecision):
-    """Forwards under Transformer Engine's float8 autocast, with its layers in the places of torch's.
+    """Forward passes under Transformer Engine's float8 autocast, with its layers in place of torch's.
 
     Written against its documentation (2.x) and never run by us: it needs CUDA, and GPUs with float8.
 
     Args:
-        weights_dtype: Of parameters: torch.bfloat16 or torch.float16.
-        recipe: A recipe of `transformer_engine.common.recipe`, or the keywords of `DelayedScaling`; None: its
-            defaults.
-        replace_layers: Whether each `nn.Linear` whose sizes divide by 16 is replaced. None does so unless the
-            model has layers of Transformer Engine; False leaves it to you.
-        fallback_compute_dtype: Of everything that is not computed in float8; None: `weights_dtype`.
+        weights_dtype: Dtype of parameters: torch.bfloat16 or torch.float16.
+        recipe: A recipe of `transformer_engine.common.recipe`, or keyword arguments of `DelayedScaling`;
+            None: its defaults.
+        replace_layers: Whether each `nn.Linear` whose sizes divide by 16 is replaced; None: if the model has
+            no layers of Transformer Engine.
+        fallback_compute_dtype: Dtype of everything that is not computed in float8; None: `weights_dtype`.
 
     Raises:
         ConfigurationError: `weights_dtype` is neither float16 nor bfloat16.
@@ -51,15 +51,17 @@ class TransformerEnginePrecision(TruePrecision):
                 f"TransformerEnginePrecision(weights_dtype={weights_dtype}) needs torch.bfloat16 or "
                 "torch.float16."
             )
-        self._asked = "TransformerEnginePrecision"
-        needed("transformer_engine.pytorch", self._asked, "transformer-engine", "transformer-engine", "2.0")
+        self._feature = "TransformerEnginePrecision"
+        import_package(
+            "transformer_engine.pytorch", self._feature, "transformer-engine", "transformer-engine", "2.0"
+        )
         super().__init__(weights_dtype)
         self.recipe, self.replace_layers = recipe, replace_layers
         self.compute = fallback_compute_dtype or weights_dtype
         self.precision = "transformer-engine" + "-float16" * (weights_dtype is torch.float16)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with other layers, and in `weights_dtype`. All ranks must call this.
+        """Replace the module's linear layers and cast it to `weights_dtype`. All ranks must call this.
 
         Raises:
             ConfigurationError: `replace_layers=True`, and the model has layers of Transformer Engine.
@@ -67,19 +69,19 @@ class TransformerEnginePrecision(TruePrecision):
         import transformer_engine.pytorch as te
 
         kinds = (te.Linear, te.LayerNorm)
-        there = any([isinstance(part, kinds) for part in module.modules()])
-        if there and self.replace_layers:
+        has_layers = any([isinstance(part, kinds) for part in module.modules()])
+        if has_layers and self.replace_layers:
             raise ConfigurationError(
-                f"{self._asked}(replace_layers=True): {type(module).__name__} has layers of Transformer "
+                f"{self._feature}(replace_layers=True): {type(module).__name__} has layers of Transformer "
                 "Engine already. Leave replace_layers out."
             )
-        if self.replace_layers is not False and not there:
-            replace_linears(module, self._linear, self._asked)
+        if self.replace_layers is not False and not has_layers:
+            replace_linears(module, self._linear, self._feature)
         return super().convert_module(module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Products in float8, where a layer of Transformer Engine computes; else in the compute dtype."""
+        """Context in which Transformer Engine multiplies in float8, and torch in the compute dtype."""
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import DelayedScaling
 

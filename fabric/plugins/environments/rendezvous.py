@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.core.job_secret import take_inherited
-from fabric.core.messages import say
+from fabric.core.job_secret import pop_inherited_secret
+from fabric.core.messages import print_line
 from fabric.launch.parent_death import attach_to_supervisor, mark_rank
 from fabric.launch.system import require_posix
 from fabric.plugins.environments.local import LAUNCHED
@@ -39,7 +39,7 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
     """
     require_posix()
     attach_to_supervisor()
-    take_inherited()
+    pop_inherited_secret()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
     mark_rank()
@@ -59,7 +59,7 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
             with suppress(DistError):
                 store.wait([f"{ARRIVED}/all"], _NOTICE_AFTER)
             if not store.check([f"{ARRIVED}/all"]):
-                say(missing_ranks_text(store, rank, world_size, _NOTICE_AFTER))
+                print_line(missing_ranks_text(store, rank, world_size, _NOTICE_AFTER))
         store.wait([f"{ARRIVED}/all"], timeout)
     except (DistError, RuntimeError) as error:
         raise LaunchError(missing_ranks_text(store, rank, world_size, timeout)) from error

@@ -98,8 +98,8 @@ class Region:
         self.random = self.random or RandomStream(place, channel.transport.device)
         with self.random(), divided(exchange):
             output = call(*own_args, **own_kwargs)
-            self.random.look()
-        self.random.go_on()
+            self.random.update_drawn()
+        self.random.advance()
         return parts.join(output, exchange)
 
     def run_inside(self, module: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

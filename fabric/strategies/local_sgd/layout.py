@@ -125,7 +125,7 @@ class LocalSteps(Layout):
         outer_optimizer: As in `LocalSGDStrategy`.
     """
 
-    traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True, replicates=(), lockstep=False)
+    traits = Traits(needs_launch=True, data_parallel=True, steps_locally=True, replicates=(), lockstep=False)
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer

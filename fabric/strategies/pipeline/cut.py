@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module, Sequential
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.strategies._torch import has_forward_hooks
 from fabric.strategies.pipeline._torch import has_module_backward_hooks
 from fabric.strategies.rows import check_number
@@ -163,7 +163,7 @@ def even_balance(blocks: Blocks, stages: int, tell: bool) -> list[int]:
     if tell and stages > 1:
         ends = itertools.accumulate(balance)
         sums = [f"{sum(costs[end - size : end]):,.0f}" for size, end in zip(balance, ends, strict=True)]
-        say(f"pipeline: balance={balance}; parameters of the stages: {', '.join(sums)}.")
+        print_line(f"pipeline: balance={balance}; parameters of the stages: {', '.join(sums)}.")
     return balance
 
 

@@ -89,7 +89,7 @@ class Flow:
                 runner.note(error, work, "joining the outputs")
         told = runner.report(work, runner.stage.count - 1, out)
         self.finish(work, "forward")
-        runner.random.go_on()
+        runner.random.advance()
         return out if here else self._connected(told, work, calls)
 
     def backward(self, work: Pass, grads: tuple[Any, ...]) -> list[Any]:
@@ -208,7 +208,7 @@ class Flow:
         total = runner.report(work, stage.count - 1, total)
         runner.report(work, 0, None)
         self.finish(work, "pipeline_step")
-        runner.random.go_on()
+        runner.random.advance()
         if trains:
             self.after(self)
         result: Tensor = total

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fabric.collectives.objects import Arrived, Dumped
+from fabric.collectives.objects import PickledObject, ReceivedObject
 from fabric.core.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Message(NamedTuple):
 
     leaves: list[Tensor | None]
     form: Form
-    told: Dumped | None
+    told: PickledObject | None
     """The form, if it is another one than before."""
 
 
@@ -130,7 +130,7 @@ class Link:
             ArgumentTypeError: Its containers cannot be pickled.
         """
         leaves, form = form_of(tree)
-        told = None if form == self._form else Dumped(form, "pipeline", "what goes to the next stage")
+        told = None if form == self._form else PickledObject(form, "pipeline", "what goes to the next stage")
         return Message(leaves, form, told)
 
     def send(self, message: Message | Failed, flag: bool = False) -> None:
@@ -143,7 +143,7 @@ class Link:
             _wait(self._sent.popleft())
         self._sent.append([])
         if isinstance(message, Failed):
-            self._tell(_FAILED, flag, Dumped(tuple(message), "pipeline"))
+            self._tell(_FAILED, flag, PickledObject(tuple(message), "pipeline"))
             return
         if message.told is not None:
             self._tell(_NEW, flag, message.told)
@@ -166,7 +166,7 @@ class Link:
         if kind != _KNOWN:
             raw = torch.empty(size, dtype=torch.uint8, device=self._host)
             _wait([self._ask(raw)])
-            told = Arrived(raw.cpu()).whole(self._host)
+            told = ReceivedObject(raw.cpu()).load_inline(self._host)
             if kind == _FAILED:
                 return Failed(*told)
             self._form = told
@@ -187,7 +187,7 @@ class Link:
         while self._sent:
             _wait(self._sent.popleft())
 
-    def _tell(self, kind: int, flag: bool, what: Dumped) -> None:
+    def _tell(self, kind: int, flag: bool, what: PickledObject) -> None:
         raw = what.message().to(self._host)
         self._start(kind, len(raw), flag, [])
         self._give(raw)

@@ -176,7 +176,7 @@ class Runner:
             work.kept[index] = Kept(flatten(call)[0], edges)
         if self.stage.is_last:
             work.outputs[index] = out
-        self.random.look()
+        self.random.update_drawn()
         return out
 
     def _differentiate(self, index: int, grads: Any, work: Pass) -> list[Any]:

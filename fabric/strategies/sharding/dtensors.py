@@ -18,7 +18,7 @@ from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
 from fabric.core._torch import memory_of
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.torch_versions import older_than, refuse_before
+from fabric.core.torch_versions import older_than, require_torch
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import value_of
 from fabric.strategies.sharding._torch import dtensor_handlers
@@ -231,7 +231,7 @@ def _write_of_whole(name: str) -> Any:
                 return write(self, *args, **kwargs)
         except NotImplementedError:
             instead = "Write into full = p.full_tensor(), then p.copy_(full)."
-            refuse_before("2.11", f"p.{name}(...) of a parameter that is split over ranks", instead)
+            require_torch("2.11", f"p.{name}(...) of a parameter that is split over ranks", instead)
             raise
 
     return call

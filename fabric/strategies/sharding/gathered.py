@@ -17,7 +17,7 @@ from fabric.collectives.frames import ALONE
 from fabric.core._torch import backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
-from fabric.core.torch_versions import gather_again, reset_iteration
+from fabric.core.torch_versions import reset_iteration, unshard_again
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.strategies._torch import fsdp_state
@@ -323,7 +323,7 @@ class FSDPCallGuard:
         if torch.compiler.is_compiling():
             return
         if phase(state) == "PRE_BACKWARD":
-            gather_again(state)
+            unshard_again(state)
             return
         if not (self.running or in_forward(self.state)):
             self.begin()

@@ -14,7 +14,7 @@ from fabric.collectives.frames import call_of
 from fabric.core.backward_listeners import add_backward_listener, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.torch_versions import keep_arguments, refuse_before
+from fabric.core.torch_versions import preserve_arguments, require_torch
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.error_translation import converted
@@ -132,7 +132,7 @@ class FSDP2Runtime(DTensorLayout):
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
         for group in fsdp_groups(fsdp_states(module)):
-            keep_arguments(group, differentiable)
+            preserve_arguments(group, differentiable)
         for name, parameter in module.named_parameters():
             if is_split(parameter):
                 _check_strides(name, parameter)
@@ -211,7 +211,7 @@ def _check_strides(name: str, parameter: Any) -> None:
     for dim in {one.dim for one in placements if is_strided(one)}:
         parts = math.prod([size for size, one in zip(sizes, placements, strict=True) if one.is_shard(dim)])
         if shape[dim] % parts:
-            refuse_before(
+            require_torch(
                 "2.11",
                 f"{name} {shape} is sharded by tensor parallel and by FSDP, in {parts} parts of dimension "
                 f"{dim} that differ in size. It",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
 
 
-SPLIT = Traits(splits_parameters=True, splits_optimizers=True, fills_meta=True)
+SPLIT = Traits(splits_parameters=True, splits_optimizers=True, initialises_meta=True)
 """Traits of all layouts whose parameters are DTensors."""
 
 

@@ -282,7 +282,7 @@ def test_an_optimizer_of_weights_that_are_replaced_is_refused():
 
 
 def test_names_that_are_none():
-    with pytest.raises(ConfigurationError, match=r"'adaptor' as it is, but Net has no module of that name"):
+    with pytest.raises(ConfigurationError, match=r"'adaptor', but Net has no module of that name"):
         launched("nf4", devices=1, ignored=["adaptor"]).setup_module(net())
     with pytest.raises(ConfigurationError, match="replaces linear layers, and Tanh has none"):
         launched("nf4", devices=1, ignored=[]).setup_module(nn.Tanh())
@@ -290,5 +290,5 @@ def test_names_that_are_none():
         empty = Net()
     with pytest.raises(ConfigurationError, match="needs values, and 'first' is on the meta device"):
         launched("nf4", devices=1).setup_module(empty, move_to_device=False)
-    with pytest.raises(ConfigurationError, match=r"\('nf8'\) is no mode of it. Did you mean 'nf4'"):
+    with pytest.raises(ConfigurationError, match=r"\('nf8'\) is not a mode. Did you mean 'nf4'"):
         BitsandbytesPrecision("nf8")

@@ -62,7 +62,7 @@ def refused(way):
 WANTED = (
     "ConfigurationError: fabric.setup got SGD, and DeepSpeed's config has \"optimizer\": 'Adam'. Leave one",
     "ConfigurationError: A DeepSpeed engine has one optimizer, but fabric.setup got 2. Give one with a group",
-    "ConfigurationError: LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer",
+    "ConfigurationError: LBFGS needs a closure, but DeepSpeed's step calls none. Write another optimizer",
     "ConfigurationError: DeepSpeed makes its engine of a model and its optimizer together. Write model,",
     "ConfigurationError: DeepSpeed takes no parameter of shape [] with strides []: 0. Give it a dimension",
     "ConfigurationError: DeepSpeed takes no parameter of shape [3, 2] with strides [1, 3]: 0. Give it a",

@@ -161,7 +161,7 @@ def test_a_run_that_lost_a_node_goes_on_with_fewer_ranks(tmp_path):
 
 
 def test_bad_input():
-    with pytest.raises(ConfigurationError, match="whose ranks run elsewhere: write how many there are to be"):
+    with pytest.raises(ConfigurationError, match="its ranks run on machines that this process does not see"):
         fabric_of(devices="auto")
     with pytest.raises(ConfigurationError, match=r"\(min_workers=0, max_failures=0\): a run has 1"):
         RayEnvironment(min_workers=0)

@@ -148,9 +148,9 @@ def test_an_encoder_computes_by_its_layers_in_evaluation_too(mode):
 
 
 def test_what_is_refused():
-    with pytest.raises(ConfigurationError, match=r"FSDPStrategy splits parameters over ranks, which those"):
+    with pytest.raises(ConfigurationError, match=r"FSDPStrategy shards parameters over ranks, but the"):
         Fabric(accelerator="cpu", devices=2, strategy="fsdp", plugins=TorchAOPrecision("int8-weights"))
-    with pytest.raises(ConfigurationError, match=r"\('float9'\) is no mode of it. Did you mean 'float8'"):
+    with pytest.raises(ConfigurationError, match=r"\('float9'\) is not a mode. Did you mean 'float8'"):
         TorchAOPrecision("float9")
     with pytest.raises(ConfigurationError, match="only the mode 'float8' has a config"):
         TorchAOPrecision("int8-weights", config=object())
