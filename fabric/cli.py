@@ -5,11 +5,13 @@ converts a sharded checkpoint to one file.
 
 from __future__ import annotations
 
+# PYTHON_ARGCOMPLETE_OK
 import argparse
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -103,6 +105,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, the failing rank's, or 2 for wrong usage."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell with: eval "$(register-python-argcomplete fabric)"
+        import_module("argcomplete").autocomplete(parser)
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     if options.command is None:
         parser.print_help()
@@ -152,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
+    merge.add_argument("--force", action="store_true", help="replace the file if it exists, without asking")
     for command in (run, check):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
@@ -180,15 +185,28 @@ def _check(options: argparse.Namespace) -> int:
 
 def _consolidate(options: argparse.Namespace) -> int:
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
+    file = _as_local_path(output)
+    if file.exists() and not options.force:
+        if not sys.stdin.isatty():
+            raise ConfigurationError(f"{output} exists. Write --force to replace it, or another --output.")
+        if input(f"{output} exists. Replace it? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 1
     try:
         consolidate = use_slice("sharded reader").consolidate
-        omitted = consolidate(_as_local_path(options.checkpoint), _as_local_path(output))
+        omitted = consolidate(_as_local_path(options.checkpoint), file, _show_progress)
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)
         return 1
     note = f", with the model only: without {', '.join(map(repr, omitted))}" if omitted else ""
     print_line(f"{options.checkpoint} is now also one file: {output}{note}")
     return 0
+
+
+def _show_progress(done: int, total: int) -> None:
+    """Draw a bar on a terminal."""
+    if sys.stderr.isatty():
+        bar = "#" * (40 * done // total)
+        print(f"\r[{bar:40}] {done} of {total} tensors", end="\n" * (done == total), file=sys.stderr)
 
 
 def _as_local_path(text: str) -> Path:
@@ -206,6 +224,7 @@ def _run(options: argparse.Namespace) -> int:
     require_posix()
     argv = _command_line(options)
     settings = effective_settings(vars(options), os.environ)
+    _warn_of_misplaced_options(options, settings)
     devices, nodes = settings["devices"].value, _parse_count(settings["num_nodes"], "--num-nodes", 1)
     count = count_processes(devices, settings["accelerator"].value)
     if options.verbose:
@@ -222,6 +241,19 @@ def _run(options: argparse.Namespace) -> int:
         logs = RankLogs(Path(directory))
         variables["PYTHONUNBUFFERED"] = "1"  # Python buffers output to a pipe
     return run_commands(argv, rank_env, listener, variables, "cli", logs=logs)
+
+
+def _warn_of_misplaced_options(options: argparse.Namespace, settings: Mapping[str, Setting]) -> None:
+    """Warn of options of `fabric run` that are written after the script, which gets them."""
+    arguments = (options.module or [])[1:] if options.module else options.arguments
+    for name in _OPTIONS:
+        option = f"--{name.replace('_', '-')}"
+        given = [one for one in arguments if one == option or one.startswith(f"{option}=")]
+        if given and settings[name].source == "default":
+            print_line(
+                f"{given[0]} after the script is an argument of the script. If it was meant for fabric run, "
+                f"write it before: fabric run {option} ... train.py."
+            )
 
 
 def effective_settings(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,3 +186,22 @@ def test_wrong_usage_says_what_to_write(capsys, arguments, text):
         cli.main(arguments)
     said = capsys.readouterr().err
     assert re.search(text.replace("?", r"\?").replace(". W", r"\. W"), said), said
+
+
+def test_options_after_the_script_are_warned_of(capfd, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    assert cli.main(["run", "--devices", "1", str(script), "--precision=64-true", "--devices", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.strip() == "['--precision=64-true', '--devices', '2']"
+    assert "--precision=64-true after the script is an argument of the script" in err
+    assert "--devices after" not in err, "given before, too"
+
+
+def test_a_shell_gets_completions_from_argcomplete(monkeypatch, capsys):
+    asked = []
+    module = SimpleNamespace(autocomplete=lambda parser: asked.append(parser.prog))
+    monkeypatch.setitem(sys.modules, "argcomplete", module)
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    assert cli.main([]) == 0
+    assert asked == ["fabric"]

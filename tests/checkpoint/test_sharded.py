@@ -286,6 +286,22 @@ def test_consolidate(fabric, tmp_path, capsys, monkeypatch):
     assert "is now also one file" in capsys.readouterr().err
 
 
+def test_consolidate_asks_before_it_replaces_a_file(fabric, tmp_path, capsys, monkeypatch):
+    path = str(saved(fabric, tmp_path / "c", model=nn.Linear(2, 2)))
+    file = tmp_path / "c.full.pt"
+    file.write_text("mine")
+    assert main(["consolidate", path]) == 2
+    assert f"{file} exists. Write --force to replace it, or another --output." in capsys.readouterr().err
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "n" if "Replace it?" in question else "y")
+    assert main(["consolidate", path]) == 1
+    assert file.read_text() == "mine"
+    assert main(["consolidate", path, "--force"]) == 0
+    assert set(torch.load(file, weights_only=True)) == {"model"}
+    assert "2 of 2 tensors" in capsys.readouterr().err
+
+
 def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
     assert main(["consolidate", str(tmp_path / "absent")]) == 1
     assert "absent is no sharded checkpoint" in capsys.readouterr().err

@@ -40,12 +40,12 @@ from fabric.checkpoint.portable import LazyTensor, is_elsewhere
 from fabric.checkpoint.snapshot import Snapshot, storage_key, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.tree import map_tree
+from fabric.core.tree import flatten, map_tree
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -323,8 +323,15 @@ class _Read:
         pass
 
 
-def consolidate(path: Path, output: Path) -> list[str]:
+def consolidate(
+    path: Path, output: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
     """Make one full file of a sharded checkpoint, in the memory of one tensor.
+
+    Args:
+        path: The sharded checkpoint.
+        output: The file; replaced if it exists.
+        progress: Called after each tensor with the number of those that were read, and of all.
 
     Returns:
         The names of what the file has not: a safetensors file has a model only.
@@ -347,7 +354,9 @@ def consolidate(path: Path, output: Path) -> list[str]:
         tree = model_in(checkpoint.tree(), path)
         TorchCheckpointIO().save_checkpoint(tree, output)
         return [name for name in checkpoint.tree() if name not in tree]
+    tree = checkpoint.tree()
     made: dict[int, Tensor] = {}
+    total = len({id(leaf) for leaf in flatten(tree)[0] if isinstance(leaf, LazyTensor)})
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name[:100]}.") as folder:
 
@@ -356,9 +365,10 @@ def consolidate(path: Path, output: Path) -> list[str]:
                 return leaf
             if id(leaf) not in made:  # else tied
                 made[id(leaf)] = leaf.read(_on_disk(Path(folder) / str(len(made)), leaf))
+                progress(len(made), total)
             return made[id(leaf)]
 
-        TorchCheckpointIO().save_checkpoint(map_tree(whole, checkpoint.tree()), output)
+        TorchCheckpointIO().save_checkpoint(map_tree(whole, tree), output)
     return []
 
 
