@@ -353,7 +353,7 @@ def _is_auto(devices: Any) -> bool:
 
 def _places(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
     """Return the places where a part may be given besides its own argument, with the values given there."""
-    of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.given[name]
+    of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.arguments[name]
     return {
         f"plugins={type(plugin).__name__}": plugin,
         f"{type(strategy).__name__}({name}=...)": of_strategy,

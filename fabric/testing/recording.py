@@ -100,7 +100,7 @@ class RecordedFabric(Fabric):
     def __init__(self, **given: Any) -> None:
         ranks, strategy = int(os.environ[RANKS]), given.get("strategy", "auto")
         if ranks == 1:
-            own = strategy.given["precision"] if isinstance(strategy, Strategy) else None
+            own = strategy.arguments["precision"] if isinstance(strategy, Strategy) else None
             given |= {"strategy": "auto", "precision": given.get("precision") or own}
         elif isinstance(strategy, str):
             given["strategy"] = next(

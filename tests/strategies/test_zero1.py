@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.tensor_sync import PARCEL_BYTES, tensor_buckets
+from fabric.strategies.tensor_sync import BUCKET_BYTES, tensor_buckets
 from fabric.strategies.zero1.shares import assign_owners
 from fabric.wrappers import unwrap
 
@@ -1174,7 +1174,7 @@ def test_small_parameters_travel_together_and_large_ones_alone():
     sizes = [sum(t.nbytes for t in parcel) for parcel in tensor_buckets(many)]
     assert sum(sizes) == 60_000_000
     assert len(sizes) == 3
-    assert max(sizes) <= PARCEL_BYTES
+    assert max(sizes) <= BUCKET_BYTES
 
 
 # The strategy

@@ -21,7 +21,7 @@ from fabric.core.tree import flatten
 from fabric.strategies.context_parallel.region import Region, Row
 from fabric.strategies.context_parallel.sequence import part_sizes
 from fabric.strategies.input_check import InputConsistencyCheck
-from fabric.strategies.rows import DataParallelMesh, check_number, check_rows, make_rows
+from fabric.strategies.rows import DataParallelMesh, check_divisible, check_number, make_data_parallel_mesh
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ContextParallel(DataParallelMesh, Part):
             ConfigurationError: The ranks cannot be divided into rows of so many.
         """
         size = self.size or world_size
-        return check_rows(
+        return check_divisible(
             size, world_size, f"rows of {size} that share a sequence", "ContextParallel(size) with"
         )
 
@@ -118,7 +118,7 @@ class ContextParallel(DataParallelMesh, Part):
         """Make the groups. All ranks must call this."""
         topology = strategy.topology
         size = self.size_of(topology.world_size)
-        self.mesh = make_rows(topology, size, DIMS)
+        self.mesh = make_data_parallel_mesh(topology, size, DIMS)
         self.row.place = (topology.rank % size, size)
         if size > 1:
             self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.transport)

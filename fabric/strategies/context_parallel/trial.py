@@ -19,7 +19,7 @@ from fabric.strategies.context_parallel.call import noise
 from fabric.strategies.context_parallel.exchange import SequenceExchange
 from fabric.strategies.context_parallel.sequence import SequencePart, seeing
 from fabric.strategies.tensor_sync import on_any_rank
-from fabric.strategies.trial import difference, untouched
+from fabric.strategies.trial import difference, preserve_state
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -150,7 +150,7 @@ def _run(
     """
     modules = dict(module.named_modules())
     before = {path: dict(vars(inner)) for path, inner in modules.items()}
-    with untouched(list(modules.values()), mode.device):
+    with preserve_state(list(modules.values()), mode.device):
         if exchange is None:
             with seeing(SequencePart(call.length, 0, 1)), mode:
                 output = module.forward(*call.whole[0], **call.whole[1])

@@ -88,7 +88,7 @@ class DataParallelStrategy(ParallelStrategy):
     def _init_topology(self) -> None:
         if not self.parallel_devices:
             raise ConfigurationError(
-                f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
+                f"{type(self).__name__} belongs to no Fabric yet. Pass it as Fabric(strategy=...)."
             )
         self.topology = Topology(device=self.parallel_devices[0])
 

@@ -142,7 +142,7 @@ class Replicate(Layout):
 
     def reduced(self) -> set[int]:
         """Ids of the parameters of models as they were at setup, and of free parameters."""
-        free = self.free.held() if self.free else ()
+        free = self.free_parameters.alive() if self.free_parameters else ()
         return {*free}.union(*[known.at_setup for known in self._replicas.values()])
 
     def unwrap(self, wrapped: Module) -> Module:
@@ -282,14 +282,14 @@ class Replicate(Layout):
                 translate_ddp_error(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
         received = [replica for replica in syncing if self._replicas[replica].received_grad]
-        self.joint = getattr(self.gate, "open", False) or bool(received)
+        self.collective_backward = getattr(self.gate, "open", False) or bool(received)
         for replica in syncing:
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
         for name in [name for name, p, before in thawed if grad_version(p) != before]:
-            from fabric.strategies.error_translation import thawed_late
+            from fabric.strategies.error_translation import unfrozen_after_setup
 
-            raise thawed_late(name)
+            raise unfrozen_after_setup(name)
         if local:
             self._averaged(local)
         for parameter in resting:
@@ -320,9 +320,9 @@ class Replicate(Layout):
         try:
             check_reduced(replica)
         except RuntimeError as error:
-            from fabric.strategies.error_translation import unused_parameters
+            from fabric.strategies.error_translation import missing_gradients_error
 
-            raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
+            raise missing_gradients_error(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
             disarm(replica.reducer)
         elif self._replicas[replica].received_grad and not replica.find_unused_parameters:
@@ -364,10 +364,10 @@ class Replicate(Layout):
                 self.channel.check_call(call_of("backward", f"of {name_of(replica.module)}"))
         known.received_grad = True
         if running_node() not in (known.nodes[id(parameter)], None):
-            from fabric.strategies.error_translation import converted
+            from fabric.strategies.error_translation import converted_after_setup
 
             names = {id(p): name for name, p in replica.module.named_parameters()}
-            raise converted(names[id(parameter)], parameter)
+            raise converted_after_setup(names[id(parameter)], parameter)
 
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, note what that pass may still add to gradients."""

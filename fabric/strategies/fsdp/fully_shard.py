@@ -25,7 +25,7 @@ from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
 from fabric.strategies.sharding._torch import whole_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import SPLIT, is_split
+from fabric.strategies.sharding.split import SPLIT, is_dtensor
 from fabric.strategies.tensor_sync import broadcast_from_zero, on_any_rank
 
 if TYPE_CHECKING:
@@ -119,10 +119,10 @@ class FullyShard(FSDP2Runtime):
             ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        size = sum([p.numel() for p in module.parameters() if not is_split(p)])
+        size = sum([p.numel() for p in module.parameters() if not is_dtensor(p)])
         if size == 0:
             check_whole(module)
-            with self.following(module):
+            with self.recording_replacements(module):
                 self._bring(module, topology)
             return module
         if size < topology.world_size:
@@ -135,13 +135,13 @@ class FullyShard(FSDP2Runtime):
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
         self._agree(module, blocks)
-        with self.following(module):
+        with self.recording_replacements(module):
             self._split(module, set(blocks), topology)
         self._finish(module, blocks)
         return module
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        return is_split(parameter) or parameter in self.settings.ignored
+        return is_dtensor(parameter) or parameter in self.settings.ignored
 
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
         """The modules that a policy names; it must match something in one of the models that are set up."""
@@ -154,7 +154,7 @@ class FullyShard(FSDP2Runtime):
 
     def _check_parameters(self, module: Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter in self.settings.ignored or is_split(parameter):
+            if parameter in self.settings.ignored or is_dtensor(parameter):
                 continue
             if self._now(parameter) is not parameter:
                 raise UsageError(
@@ -223,7 +223,7 @@ class FullyShard(FSDP2Runtime):
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=self.precision_policy(block),
             offload_policy=_offload_policy(settings.offload, topology.device),
-            ignored_params={*settings.ignored, *filter(is_split, block.parameters())} or None,
+            ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
         )
         # An optimizer that was made before setup holds them until all blocks are split.
         for parameter, values in on_host:
@@ -238,7 +238,7 @@ class FullyShard(FSDP2Runtime):
         moved: list[tuple[Tensor, Tensor]] = []
         for part in _own_modules(block):
             for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is None or is_split(tensor):
+                if tensor is None or is_dtensor(tensor):
                     continue
                 ignored = tensor in self.settings.ignored
                 if tensor.device != topology.device:
@@ -267,9 +267,9 @@ class FullyShard(FSDP2Runtime):
 
     def _finish(self, module: Any, blocks: list[Module]) -> None:
         if self.settings.prefetch:
-            for one, following in itertools.pairwise(blocks):
-                one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-        self.open_gate(module)
+            for one, recording_replacements in itertools.pairwise(blocks):
+                one.set_modules_to_forward_prefetch([recording_replacements])  # type: ignore[operator]
+        self.install_call_guard(module)
         if self.settings.unused and self.channel is not None:
             reduce_in_place(module, partial(_reduce_used, channel=self.channel))
 

@@ -53,7 +53,7 @@ def full_tree(tree: Any, keep: bool) -> Any:
     return map_tree(full, tree)
 
 
-def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
+def local_shard(full: Tensor, like: DTensor, name: str) -> DTensor:
     """Return this rank's part of a full tensor, as `like` is; a `LazyTensor` is read in part. No message.
 
     Raises:
@@ -70,7 +70,7 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
     return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+def local_shards(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of a full state, for these targets, as `load_state_dict` takes them.
 
     A part of a `LazyTensor` tensor is read into its target: there may be no memory for two copies of all.
@@ -91,7 +91,7 @@ def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
             _read_part(state[key], target, target.to_local())
             parts[key] = target
         else:
-            parts[key] = own_part(state[key], target, key)
+            parts[key] = local_shard(state[key], target, key)
     return parts
 
 
@@ -112,11 +112,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
-def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's full state, cut to this rank's part where it is split like its parameter."""
     parameters = parameters_of(optimizer)
     placed = {
-        index: {key: part_like(value, parameters[index]) for key, value in entry.items()}
+        index: {key: shard_like(value, parameters[index]) for key, value in entry.items()}
         if isinstance(index, int) and index < len(parameters)
         else entry
         for index, entry in state["state"].items()
@@ -124,10 +124,12 @@ def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
     return {**state, "state": placed}
 
 
-def part_like(value: Any, parameter: Tensor) -> Any:
+def shard_like(value: Any, parameter: Tensor) -> Any:
     """The part of `value` that belongs to this rank's part of `parameter`; other values as they are."""
     fits = _is_whole(value) and value.dim() > 0 and value.shape == parameter.shape
-    return own_part(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
+    return (
+        local_shard(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
+    )
 
 
 _layouts: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -140,7 +142,7 @@ _WRITES = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdi
 """Methods that write element by element."""
 
 
-def mend_dtensors(layout: Any) -> None:
+def patch_dtensor(layout: Any) -> None:
     """Let DTensors give what the same code gives on one process, or raise; torch does neither (2.13). Once.
 
     - `p.norm().item()` raises: torch gives this rank's part without a word. It means to allow whole values
@@ -202,7 +204,7 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not full.is_meta:
         args, kwargs = map_tree(lambda one: full if one is tensor else one, (args, kwargs))
         op(*args, **kwargs)
-        tensor.to_local().copy_(own_part(full, tensor, "").to_local())
+        tensor.to_local().copy_(local_shard(full, tensor, "").to_local())
     return tensor
 
 
@@ -254,7 +256,7 @@ def _set_data(self: Any, value: Tensor) -> None:
     torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
+def local_gradients_by_group(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
     """This rank's parts of gradients, in place, as they lie, each with the groups that have the others."""
     return [
         (grads, [layout[0].get_group(dim) for dim, one in enumerate(layout[1]) if not one.is_replicate()])

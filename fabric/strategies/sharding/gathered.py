@@ -21,7 +21,7 @@ from fabric.core.torch_versions import gather_again, reset_iteration
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.strategies._torch import fsdp_state
-from fabric.strategies.error_translation import split_error
+from fabric.strategies.error_translation import translate_dtensor_error
 from fabric.strategies.sharding._torch import (
     finish_backward,
     free_root,
@@ -406,7 +406,7 @@ class GatheredCall:
                 out = gate.close(out)
         except BaseException as error:
             # Before anything is split again: it looks at what was split.
-            better = split_error(error, self.call, gate.root, self.method, marked=self.opens)
+            better = translate_dtensor_error(error, self.call, gate.root, self.method, marked=self.opens)
             gate.recover()
             if better is not None:
                 raise better from error

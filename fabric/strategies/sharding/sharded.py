@@ -17,10 +17,10 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
-from fabric.strategies.error_translation import converted
+from fabric.strategies.error_translation import converted_after_setup
 from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
 from fabric.strategies.sharding.gathered import ForwardCheck, FSDPCallGuard, GatheredCall
-from fabric.strategies.sharding.split import DTensorLayout, is_split
+from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class FSDP2Runtime(DTensorLayout):
         self._check_own(optimizer)
         return optimizer
 
-    def reduced(self) -> set[int]:
+    def reduced_parameters(self) -> set[int]:
         """Ids of the parameters of models as setup left them, and of free parameters."""
-        return {*self._own(), *(self.free.held() if self.free else ())}
+        return {*self._own(), *(self.free_parameters.alive() if self.free_parameters else ())}
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; one that fails leaves no half-made gradients behind. After it all ranks have
@@ -87,7 +87,7 @@ class FSDP2Runtime(DTensorLayout):
         try:
             run(tensors, *args, **kwargs)
             for model, gate in gates:
-                if gate.reduce_hidden() and self._buffers[model].sent:
+                if gate.reduce_hidden() and self._buffers[model].synced:
                     self.on_reached(model)
         except BaseException as error:
             for _, gate in gates:
@@ -105,7 +105,7 @@ class FSDP2Runtime(DTensorLayout):
             raise
         finally:
             reached, self._reached = self._reached, set()
-            self.joint = getattr(self.gate, "open", False) or bool(reached)
+            self.collective_backward = getattr(self.gate, "open", False) or bool(reached)
         models = [self._buffers[model] for model in self.models() if id(model) in reached]
         broadcast_buffers(models, self.channel)
 
@@ -127,14 +127,14 @@ class FSDP2Runtime(DTensorLayout):
                 group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
-    def open_gate(self, module: Any, in_lockstep: bool = False) -> None:
+    def install_call_guard(self, module: Any, in_lockstep: bool = False) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
         for group in fsdp_groups(fsdp_states(module)):
             keep_arguments(group, differentiable)
         for name, parameter in module.named_parameters():
-            if is_split(parameter):
+            if is_dtensor(parameter):
                 _check_strides(name, parameter)
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
@@ -152,7 +152,7 @@ class FSDP2Runtime(DTensorLayout):
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
         if root not in self._buffers:
             self._buffers[root] = SyncedBuffers(root)
-        return HookedCall(plan, self, root) if self._buffers[root].sent else plan
+        return HookedCall(plan, self, root) if self._buffers[root].synced else plan
 
     def _own(self) -> dict[int, str]:
         """Names of the parameters that get gradients of all ranks, or are not meant to, by id."""
@@ -161,7 +161,7 @@ class FSDP2Runtime(DTensorLayout):
 
     def _check_own(self, optimizer: Any) -> None:
         """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
-        own = self.reduced()
+        own = self.reduced_parameters()
         foreign = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
@@ -186,7 +186,7 @@ class FSDP2Runtime(DTensorLayout):
         own, held = self._own(), parameters_of(optimizer)
         if self.channel is None or not any([id(p) in own for p in held]):
             return
-        if any([is_split(p) and not is_split(p.grad) for p in held if p.grad is not None]):
+        if any([is_dtensor(p) and not is_dtensor(p.grad) for p in held if p.grad is not None]):
             raise UsageError(
                 "A gradient is a plain tensor, perhaps this rank's own; its parameter is split over ranks. "
                 "Write p.grad = torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
@@ -240,7 +240,7 @@ def _convert(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) 
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if (new := fn(tensor)) is not tensor:
-                raise converted(name, new)
+                raise converted_after_setup(name, new)
     return module
 
 

@@ -57,11 +57,11 @@ class DTensorLayout(Layout):
 
     def join(self, strategy: Any) -> None:
         """Note this rank's device. Subclasses make their mesh here."""
-        from fabric.strategies.sharding.dtensors import mend_dtensors
+        from fabric.strategies.sharding.dtensors import patch_dtensor
 
         super().join(strategy)
         self.device, self.policy = strategy.topology.device, strategy.precision.policy
-        mend_dtensors(self)
+        patch_dtensor(self)
         self._unwatch = self._unwatch or add_step_listener(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ class DTensorLayout(Layout):
         return DeferredInit(self.device) if empty_init else nullcontext()
 
     @contextmanager
-    def following(self, module: Module) -> Iterator[None]:
+    def recording_replacements(self, module: Module) -> Iterator[None]:
         """Note which parameter takes the place of which, so that optimizers made before can follow."""
         # Weakly: whole parameters go as soon as they are split, unless an optimizer holds them.
         before = [
@@ -151,9 +151,9 @@ class DTensorLayout(Layout):
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
         """Return this rank's parts of the gradients, and the norm of the whole model's."""
         from fabric.strategies.norms import norm_over_ranks
-        from fabric.strategies.sharding.dtensors import spread_gradients
+        from fabric.strategies.sharding.dtensors import local_gradients_by_group
 
-        spread = spread_gradients(parameters)
+        spread = local_gradients_by_group(parameters)
         grads = [grad for part, _ in spread for grad in part]
         if not grads:
             return [], torch.tensor(0.0)
@@ -162,51 +162,51 @@ class DTensorLayout(Layout):
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        for grad in self.own_gradients(parameters):
+        for grad in self.local_gradients(parameters):
             grad.clamp_(-clip_value, clip_value)
 
-    def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's parts of the gradients, each once."""
-        from fabric.strategies.sharding.dtensors import spread_gradients
+        from fabric.strategies.sharding.dtensors import local_gradients_by_group
 
-        return [grad for part, _ in spread_gradients(parameters) for grad in part]
+        return [grad for part, _ in local_gradients_by_group(parameters) for grad in part]
 
-    def whole_values(self, module: Module) -> dict[str, Tensor]:
+    def full_tensors(self, module: Module) -> dict[str, Tensor]:
         """Tensors of the user's module, in host memory. All ranks must call this."""
         held = dict([*module.named_parameters(), *module.named_buffers()])
-        values: dict[str, Tensor] = self.whole_tree(held)
+        values: dict[str, Tensor] = self.unshard_tree(held)
         return values
 
-    def whole_tree(self, tree: Any) -> Any:
+    def unshard_tree(self, tree: Any) -> Any:
         """The tree with whole tensors in the place of parts, which stay where nothing is gathered."""
         from fabric.strategies.sharding.dtensors import full_tree
 
-        return tree if self.keeps_parts else full_tree(tree, self.keeps_full)
+        return tree if self.keeps_shards else full_tree(tree, self.keeps_full)
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory. All ranks must call this."""
         state: dict[str, Any] = module.state_dict()
-        state.update(self.whole_tree(dict(state)))
+        state.update(self.unshard_tree(dict(state)))
         return state
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load this rank's part of a full state dict; a module without memory takes the tensors."""
         if has_meta_parameters(module):
             return _assign(module, state, strict)
-        from fabric.strategies.sharding.dtensors import own_parts
+        from fabric.strategies.sharding.dtensors import local_shards
 
-        return module.load_state_dict(own_parts(state, module.state_dict()), strict=strict)
+        return module.load_state_dict(local_shards(state, module.state_dict()), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state, in host memory. All ranks must call this."""
         state = optimizer.state_dict()
-        return {**state, "state": self.whole_tree(state["state"])}
+        return {**state, "state": self.unshard_tree(state["state"])}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's part of a full state."""
-        from fabric.strategies.sharding.dtensors import place_optimizer_state
+        from fabric.strategies.sharding.dtensors import shard_optimizer_state
 
-        placed = place_optimizer_state(optimizer, state)
+        placed = shard_optimizer_state(optimizer, state)
         optimizer.load_state_dict(map_tree(read_stored, placed))
 
     def teardown(self) -> None:
@@ -222,9 +222,9 @@ class DTensorLayout(Layout):
 
     def _part(self, value: Any, new: Tensor) -> Any:
         """Return the part of an optimizer's state for the part of a whole parameter."""
-        from fabric.strategies.sharding.dtensors import part_like
+        from fabric.strategies.sharding.dtensors import shard_like
 
-        return part_like(value, new)
+        return shard_like(value, new)
 
     def _now(self, parameter: Tensor) -> Tensor:
         old, new = self._moved.get(id(parameter), (None, None))
@@ -232,7 +232,7 @@ class DTensorLayout(Layout):
         return parameter if now is None else now
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; asked without importing it."""
     return hasattr(tensor, "device_mesh")
 

@@ -22,7 +22,7 @@ from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
 from fabric.strategies.rows import DataParallelMesh
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import SPLIT, is_split
+from fabric.strategies.sharding.split import SPLIT, is_dtensor
 from fabric.strategies.tensor_sync import broadcast_from_zero
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
             UsageError: A parameter on the meta device that nothing initialises; tied ones that came apart.
         """
         whole = [*module.parameters(), *shared_buffers(module).values()]
-        broadcast_from_zero([t for t in whole if not (t.is_meta or is_split(t))])
+        broadcast_from_zero([t for t in whole if not (t.is_meta or is_dtensor(t))])
         tied = _tied(module)
-        with self.following(module):
+        with self.recording_replacements(module):
             Materialiser(module, topology.device)
             # As a context: parameters without memory are replaced when the function has placed them.
             places = [(part, *place) for part in module.modules() for place in own_meta(part)]
@@ -151,7 +151,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         made: dict[int, Any] = {}
         sources: dict[int, int] = {}
         filled = dict.fromkeys([slots[name] for _, slots, name, _ in places])
-        broadcast_from_zero([t for t in filled if not (t.is_meta or is_split(t))])
+        broadcast_from_zero([t for t in filled if not (t.is_meta or is_dtensor(t))])
         for owner, slots, name, source in places:
             target = slots[name]
             if not target.is_meta:  # the user's function did it, by to_empty()
@@ -163,16 +163,16 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
                 broadcast_from_zero([full])
                 made[id(source)] = full
                 if isinstance(target, DTensor):
-                    from fabric.strategies.sharding.dtensors import own_part
+                    from fabric.strategies.sharding.dtensors import local_shard
 
-                    made[id(source)] = own_part(full, target, name)
+                    made[id(source)] = local_shard(full, target, name)
                 if isinstance(target, Parameter):
                     made[id(source)] = Parameter(made[id(source)], target.requires_grad)
             slots[name] = made[id(source)]
 
     def _note(self, module: Any) -> None:
         if is_fsdp(module):
-            self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
+            self.install_call_guard(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
             return
         hooked = [m for m in module.modules() if has_forward_hooks(m) or _holds_parts(m)]
         self.checks(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
@@ -216,7 +216,7 @@ class Splitting(TorchFunctionMode):
     def _has(self, tensor: Tensor) -> bool:
         """Whether it is one of them, a view of one, or a part."""
         held = {memory_of(slots[name]) for _, slots, name, _ in self._places}
-        return is_split(tensor) or memory_of(tensor) in held
+        return is_dtensor(tensor) or memory_of(tensor) in held
 
 
 def _tied(module: Module) -> list[list[str]]:
@@ -242,7 +242,7 @@ def _check_tied(module: Module, tied: list[list[str]]) -> None:
 
 def _differs(target: Any, source: Any) -> bool:
     """Whether a tensor that is not split was computed from `source`; `model.to(dtype)` is repeated."""
-    return not is_split(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
+    return not is_dtensor(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
 
 
 def _lost(what: str) -> UsageError:
@@ -254,7 +254,7 @@ def _lost(what: str) -> UsageError:
 
 
 def _holds_parts(module: Module) -> bool:
-    return any([is_split(parameter) for parameter in module.parameters(recurse=False)])
+    return any([is_dtensor(parameter) for parameter in module.parameters(recurse=False)])
 
 
 def _target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _PER_GROUP, _STEPS = 4, 8
 
 
-def joins_parameters(optimizer: Optimizer) -> bool:
+def couples_parameters(optimizer: Optimizer) -> bool:
     """Whether a parameter's update depends on others: on a norm over all, or an estimate of the rate.
 
     False where it cannot be tried: the step draws random numbers, needs a closure or a device, or fails.

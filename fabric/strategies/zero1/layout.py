@@ -21,7 +21,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.tree import map_tree
 from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.zero1._torch import UNCOMPILED
-from fabric.strategies.zero1.joint import joins_parameters
+from fabric.strategies.zero1.joint import couples_parameters
 from fabric.strategies.zero1.shares import (
     OptimizerShard,
     RejectPartialStateDict,
@@ -134,9 +134,9 @@ class ShardedStates(Replicate):
         gathered: dict[int, Any] = {}
         for src in range(channel.world_size):
             own = src == share.rank
-            sent = map_tree(elsewhere, mine) if self.keeps_parts else mine
+            sent = map_tree(elsewhere, mine) if self.keeps_shards else mine
             part = broadcast_tree(sent if own else None, channel.collective.members[src], channel)
-            if self.keeps_parts:
+            if self.keeps_shards:
                 gathered.update(mine if own else part)
                 continue
             # One owner's tensors at a time: all of them on the device is what this layout is there to avoid.
@@ -320,7 +320,7 @@ def _check_divisible(optimizer: Optimizer) -> None:
             f'{kind} computes one direction from all parameters, so strategy="zero1" cannot divide them over '
             f'ranks. Write Fabric(strategy="ddp").'
         )
-    if joins_parameters(optimizer):
+    if couples_parameters(optimizer):
         raise ConfigurationError(
             f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an "
             'estimate of the learning rate), and with strategy="zero1" each rank steps some of them only. '
