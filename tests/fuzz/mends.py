@@ -259,8 +259,8 @@ begin.made, FSDPCallGuard.__init__ = made, begin
     ),
     "gradients with other memory are sent": Mend(
         """
-from fabric.strategies.ddp.replicate import _Known
-_Known.restore_views = lambda self: None
+from fabric.strategies.ddp.replicate import _ReplicaState
+_ReplicaState.restore_views = lambda self: None
 """,
         ("ddp", "ddp-unused", "zero1"),
     ),

@@ -140,9 +140,9 @@ def refused(strategy, what):
 def test_other_buffers_are_an_error_that_names_the_first(ranks, strategy, world_size, what, values):
     found = ranks.run(refused, strategy, what, world_size=world_size)
     text = (
-        f"Buffer positions of Linear differs between ranks ({values.format(', 2' * (world_size == 3))}). Rank "
-        "zero's values are broadcast, so shapes must be equal. Register it with the same shape on all ranks, "
-        'or exclude it from the broadcast: fabric.setup(model, rank_local=("positions",)).'
+        f"Buffer positions of Linear differs between ranks ({values.format(', 2' * (world_size == 3))}). "
+        "Rank zero's values are broadcast, so shapes must be equal. Register it with the same shape on all "
+        'ranks, or exclude it from the broadcast: fabric.setup(model, rank_local=("positions",)).'
     )
     assert found == [text] * world_size
 

@@ -267,8 +267,8 @@ class FullyShard(FSDP2Runtime):
 
     def _finish(self, module: Any, blocks: list[Module]) -> None:
         if self.settings.prefetch:
-            for one, recording_replacements in itertools.pairwise(blocks):
-                one.set_modules_to_forward_prefetch([recording_replacements])  # type: ignore[operator]
+            for block, following in itertools.pairwise(blocks):
+                block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         self.install_call_guard(module)
         if self.settings.unused and self.channel is not None:
             reduce_in_place(module, partial(_reduce_used, channel=self.channel))

@@ -133,7 +133,7 @@ class LocalSteps(Layout):
         self._rounds: WeakKeyDictionary[Optimizer, Round] = WeakKeyDictionary()
         self._stepping: list[Optimizer] = []
         """Those that setup gave back and that are in a step now, the innermost one last."""
-        self._unwatch = add_step_listener(self)
+        self._remove_step_listener = add_step_listener(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sync_every, self.outer_optimizer)
@@ -251,7 +251,7 @@ class LocalSteps(Layout):
 
     def teardown(self) -> None:
         """Remove the hooks of the layout."""
-        self._unwatch()
+        self._remove_step_listener()
 
     def _round_of(self, optimizer: Optimizer) -> Round:
         return self._rounds.get(optimizer) or self._begin(optimizer)  # a copy of one that was set up

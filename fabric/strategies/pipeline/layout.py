@@ -123,7 +123,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         super().join(strategy)
         topology = strategy.topology
         self.device, self.policy = topology.device, strategy.precision.policy
-        self._unwatch = self._unwatch or add_step_listener(self)
+        self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
         stages = self.stages_of(topology.world_size)
         self.mesh = make_data_parallel_mesh(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages

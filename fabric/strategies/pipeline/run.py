@@ -58,7 +58,7 @@ def one_forward_one_backward(stage: int, stages: int, count: int) -> Schedule:
 
 
 class SavedForward(NamedTuple):
-    """What the backward of one micro-batch needs of its forward."""
+    """Values of the forward of one micro-batch that its backward needs."""
 
     inputs: list[Any]
     """Leaves that the stage received (or that the user passed), in order."""

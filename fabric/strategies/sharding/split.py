@@ -48,7 +48,7 @@ class DTensorLayout(Layout):
         self.policy: DtypePolicy | None = None
         self._moved: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
-        self._unwatch: Callable[[], None] | None = None
+        self._remove_step_listener: Callable[[], None] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -62,7 +62,7 @@ class DTensorLayout(Layout):
         super().join(strategy)
         self.device, self.policy = strategy.topology.device, strategy.precision.policy
         patch_dtensor(self)
-        self._unwatch = self._unwatch or add_step_listener(self)
+        self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
@@ -213,8 +213,8 @@ class DTensorLayout(Layout):
         """Let go of the mesh."""
         self.mesh = None
         self._moved.clear()
-        if self._unwatch is not None:
-            self._unwatch()
+        if self._remove_step_listener is not None:
+            self._remove_step_listener()
 
     def models(self) -> list[Any]:
         """The models that were set up and are still about, in the order of setup: the same on all ranks."""
