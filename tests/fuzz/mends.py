@@ -156,7 +156,7 @@ torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_ea
     "gradient penalties on split models are refused": Mend(
         """
 from fabric.strategies.sharding.gathered import FSDPCallGuard
-FSDPCallGuard.reached = lambda self, grad: self.give_back()
+FSDPCallGuard.reached = lambda self, grad: self.restore_unsharded()
 """,
         SPLIT,
         "setStorage",
@@ -223,7 +223,7 @@ ReplicaCheck.compare = lambda *_, **__: None
     "thawed groups know their dtypes": Mend(
         """
 import fabric.strategies.sharding.sharded as sharded
-sharded.expect_thawed = lambda root: None
+sharded.set_frozen_group_dtypes = lambda root: None
 """,
         ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
         "attempting to assign a gradient with dtype",

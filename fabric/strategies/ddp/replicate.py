@@ -124,9 +124,7 @@ class Replicate(Layout):
 
     def _keywords(self) -> dict[str, Any]:
         settings = {"gradient_as_bucket_view": True, **self.settings, "init_sync": False}
-        settings.pop(
-            "static_graph", None
-        )  # silently reduces nothing if a backward differs from the first one
+        settings.pop("static_graph", None)  # torch: silently leaves gradients unsynchronised
         # DDP broadcasts buffers by position before each forward. Here they are broadcast by name, at setup
         # and after training backwards, so that evaluation makes no collective.
         settings = {name: value for name, value in settings.items() if name not in BUFFER_KEYWORDS}

@@ -22,7 +22,7 @@ from fabric.core.precision import POLICIES
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
-from fabric.strategies.sharding._torch import whole_of
+from fabric.strategies.sharding._torch import unsharded_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import SPLIT, is_dtensor
@@ -123,7 +123,7 @@ class FullyShard(FSDP2Runtime):
         if size == 0:
             check_whole(module)
             with self.recording_replacements(module):
-                self._bring(module, topology)
+                self._move_and_broadcast(module, topology)
             return module
         if size < topology.world_size:
             raise ConfigurationError(
@@ -156,7 +156,7 @@ class FullyShard(FSDP2Runtime):
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored or is_dtensor(parameter):
                 continue
-            if self._now(parameter) is not parameter:
+            if self._current_parameter(parameter) is not parameter:
                 raise UsageError(
                     f"{name} is a parameter of another model, too, which was set up before and has its parts "
                     "now. Let both models have the module that it belongs to, and call that; or write "
@@ -214,7 +214,7 @@ class FullyShard(FSDP2Runtime):
         from torch.distributed.fsdp import fully_shard
 
         maker.fill(block, replay=topology.rank == 0)
-        on_host = self._bring(block, topology)
+        on_host = self._move_and_broadcast(block, topology)
         maker.release(block)
         settings = self.settings
         fully_shard(
@@ -229,7 +229,7 @@ class FullyShard(FSDP2Runtime):
         for parameter, values in on_host:
             parameter.data = values
 
-    def _bring(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
+    def _move_and_broadcast(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
         """The block's whole tensors on the device, with rank zero's values. All ranks must call this.
 
         Gives parameters that a part is about to replace, with the memory that they were in before.
@@ -280,7 +280,7 @@ def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel)
     torch's own way (`set_reduce_scatter_unused_params`) makes zeros of what no rank has used, too, which
     weight decay and momentum would move.
     """
-    wholes = [whole for part in parts if (whole := whole_of(part)) is not None and whole.requires_grad]
+    wholes = [whole for part in parts if (whole := unsharded_of(part)) is not None and whole.requires_grad]
     used = on_any_rank([whole.grad is not None for whole in wholes], channel)
     for whole, any_has in zip(wholes, used, strict=True):
         if any_has and whole.grad is None:

@@ -191,7 +191,7 @@ class PipelineStates(DTensorLayout):
                 values.update(entries)
         return values
 
-    def _part(self, value: Any, new: Tensor) -> Any:
+    def _shard_state(self, value: Any, new: Tensor) -> Any:
         return value
 
 
