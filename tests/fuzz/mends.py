@@ -174,9 +174,9 @@ parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
         """
 from fabric.precision.loss_scale import LossScale
 def update(self):
-    if self._true:
+    if self._unscaled_ids:
         self.scaler.update()
-        self._true.clear()
+        self._unscaled_ids.clear()
         self._unscaled.clear()
 LossScale.update = update
 """,

@@ -93,8 +93,8 @@ REFUSED = {
     "by hand": "attention written by hand",
     "counts": "sequence_positions(length)",
     "mean": "a mean over the sequence",
-    "mask inside": "Write is_causal=True, or give the mask of the whole sequence (12 x 12)",
-    "elsewhere": "divides self-attention over one sequence",
+    "mask inside": "Write is_causal=True, or pass the mask of the full sequence (12 x 12)",
+    "elsewhere": "supports self-attention over one sequence",
     "added": "ContextParallel(seq_dims={'name': dim})",
     "scalar": "reduce it after the model",
 }
@@ -626,7 +626,7 @@ def test_two_lengths_in_one_backward_with_checkpointing(ranks, blocks):
 def a_function_is_computed_again():
     fabric = launched()
     model = fabric.setup(Recomputed(reentrant=True, function=True))
-    with pytest.raises(UsageError, match="Give checkpoint a module"):
+    with pytest.raises(UsageError, match="Pass checkpoint a module"):
         model(torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1)).requires_grad_())
 
 

@@ -353,7 +353,7 @@ def test_models_that_cannot_be_cut(ranks, name):
 
 
 FAILS = {
-    "words": (Words, UsageError, r"Block 2 \(2, a Words\) returned str \('words'\), which cannot go on"),
+    "words": (Words, UsageError, r"Block 2 \(2, a Words\) returned str \('words'\), which cannot be sent"),
     "mean": (Mean, UsageError, r"returned shapes \[\], \[\].* which cannot be joined"),
     "transposed": (
         Transposed,
@@ -422,11 +422,11 @@ def misuse():
         fabric.backward(model(X).sum(), create_graph=True)
     loss = model(X).sum()
     fabric.backward(loss)
-    with pytest.raises(UsageError, match="second backward through one forward of Sequential"):
+    with pytest.raises(UsageError, match="second backward went through one forward of Sequential"):
         fabric.backward(loss)
     with pytest.raises(ConfigurationError, match="reduction='max' is neither"):
         model.pipeline_step(X, X, nn.functional.mse_loss, reduction="max")
-    with pytest.raises(ArgumentTypeError, match="loss_fn as a function"):
+    with pytest.raises(ArgumentTypeError, match="loss_fn=None is no function"):
         model.pipeline_step(X, X, None)
     last = fabric.strategy.is_last_stage
     with pytest.raises(UsageError if last else RankError, match=r"loss_fn returned shape \[4, 4\]"):
@@ -452,7 +452,9 @@ def batch_norm(count):
 
 def test_batch_norm_is_warned_of(ranks):
     (warning,), others = ranks.run(batch_norm, 4, world_size=2)
-    assert re.match(r"norm \(BatchNorm1d\): batch norm, .* do in training for each micro-batch", warning)
+    assert re.match(
+        r"The model has norm \(BatchNorm1d\)\. Batch norm, .* act in training once per micro-batch", warning
+    )
     assert others == []
     assert ranks.run(batch_norm, 1, world_size=2) == [[], []]
 
