@@ -88,7 +88,7 @@ class Checkpoints(Exchange):
             format: "full" or "sharded"; None: `state_dict_type`.
             wait: False: write a copy in the background.
             then: Function that rank zero calls once the checkpoint is complete.
-            facts: Metadata, stored beside the data.
+            facts: Metadata, stored with the data.
             allow_pickle: As in `Fabric.save`.
 
         Raises:

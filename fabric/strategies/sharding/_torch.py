@@ -31,7 +31,9 @@ def fsdp_states(root: Any) -> list[Any]:
 
 
 def fsdp_root(module: Any) -> Any:
-    """Return the root module of the groups that this module belongs to, or None if it is not known yet."""
+    """Return the root module of the groups that this module belongs to, or None before the root is
+    initialised.
+    """
     return next((state._modules[0] for state in fsdp_states(module)), None)
 
 

@@ -1,6 +1,6 @@
 """DTensors: conversion from and to full tensors, and operations that torch does not support.
 
-All ranks of the mesh must make the calls whose docstring says so.
+All ranks of the mesh must make the calls that communicate.
 """
 
 from __future__ import annotations
