@@ -40,9 +40,9 @@ class SequenceExchange:
         (local,) = _exchange([whole], partial(self._take, dim=dim), partial(self._average, dim=dim))
         return local
 
-    def replicate(self, tensors: Tensor) -> Tensor:
+    def replicate(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is equal on all ranks, for use in a region: its gradient is averaged."""
-        (shared,) = _exchange([tensors], _views, self._mean)
+        (shared,) = _exchange([tensor], _views, self._mean)
         return shared
 
     def join(self, own: Tensor, dim: int) -> Tensor:

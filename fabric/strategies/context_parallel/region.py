@@ -83,25 +83,25 @@ class Region:
         channel = self.group.channel
         if channel is None or current_shard() is not None:
             return call(*args, **kwargs)
-        parts = ShardedCall(call, self.name, args, kwargs, self.group.seq_dim, self.group.seq_dims)
-        place, count = self.group.rank_and_size
-        if parts.length < 2 * count:
+        sharded = ShardedCall(call, self.name, args, kwargs, self.group.seq_dim, self.group.seq_dims)
+        rank, count = self.group.rank_and_size
+        if sharded.length < 2 * count:
             self._record_forward(None)
             return call(*args, **kwargs)  # not sharded: all ranks compute the full sequence
-        key = (module.training, parts.spec, tuple([str(dim) for dim in parts.dims]))
+        key = (module.training, sharded.spec, tuple([str(dim) for dim in sharded.dims]))
         if self._tried[key] < _TRIALS:
-            try_shards(module, parts, channel, place, self._tried[key])
+            try_shards(module, sharded, channel, rank, self._tried[key])
             self._tried[key] += 1
-        exchange = SequenceExchange(channel, SequenceShard(parts.length, place, count))
+        exchange = SequenceExchange(channel, SequenceShard(sharded.length, rank, count))
         self._record_forward(exchange.part)
         used_shard_sizes.add(exchange.part.size)
-        own_args, own_kwargs = parts.shard_arguments(exchange)
-        self.random = self.random or RandomStream(place, channel.transport.device)
+        local_args, local_kwargs = sharded.shard_arguments(exchange)
+        self.random = self.random or RandomStream(rank, channel.transport.device)
         with self.random(), divided(exchange):
-            output = call(*own_args, **own_kwargs)
+            output = call(*local_args, **local_kwargs)
             self.random.look()
         self.random.go_on()
-        return parts.join(output, exchange)
+        return sharded.join(output, exchange)
 
     def run_inside(self, module: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a submodule; in a backward, a recomputation, with the shard of its forward."""
@@ -132,7 +132,7 @@ class Region:
         elif torch.is_grad_enabled():
             if self._backward_began:
                 self._recent_shards, self._backward_began = [], False
-            if (part and part.length) not in [known and known.length for known in self._recent_shards]:
+            if (part and part.length) not in [recent and recent.length for recent in self._recent_shards]:
                 self._recent_shards.append(part)
 
 

@@ -44,7 +44,7 @@ _WHY = (
 )
 
 
-def try_shards(module: Module, call: ShardedCall, channel: Channel, place: int, number: int) -> None:
+def try_shards(module: Module, call: ShardedCall, channel: Channel, rank: int, number: int) -> None:
     """Compare a forward of the full sequence with one of shards, without dropout. All ranks must call this.
 
     All state is restored. Parameters and inputs are replaced by random ones, since zeros (of an
@@ -54,7 +54,7 @@ def try_shards(module: Module, call: ShardedCall, channel: Channel, place: int, 
         module: The module.
         call: Its arguments.
         channel: The ranks that share the sequence.
-        place: Index of this rank.
+        rank: Index of this rank.
         number: Number of earlier trials; each has another length.
 
     Raises:
@@ -71,7 +71,7 @@ def try_shards(module: Module, call: ShardedCall, channel: Channel, place: int, 
         except Exception:  # the module may need this length, or these values
             small = call.subsample(call.length)
             whole = _run(module, small, mode)
-        exchange = SequenceExchange(channel, SequenceShard(small.length, place, count))
+        exchange = SequenceExchange(channel, SequenceShard(small.length, rank, count))
         try:
             parts = _run(module, small, mode, exchange)
         except FabricError:

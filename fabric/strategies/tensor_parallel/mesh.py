@@ -192,7 +192,7 @@ class Splitting(TorchFunctionMode):
     not recorded.
 
     Args:
-        slots: Where the parameters are; for the function they are replaced by plain meta tensors.
+        slots_of_metas: Where the parameters are; for the function they are replaced by plain meta tensors.
     """
 
     def __init__(self, slots_of_metas: MetaSlots) -> None:
