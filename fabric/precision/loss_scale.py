@@ -30,8 +30,8 @@ _CHECKED_BACKWARDS = 8
 class LossScale:
     """A GradScaler for which all gradients that are accumulated have the same scale.
 
-    A clip or a step unscales gradients in place. The scale changes at the start of the next backward (or when
-    the state is saved or loaded), so all optimizers that step after one backward use the scale of their
+    A clip or a step unscales gradients in place. The scale changes at the start of the next backward, or when
+    the state is saved or loaded. So all optimizers that step after one backward use the scale of their
     gradients. Gradients that still exist then are rescaled to the new scale: of a skipped step, without
     `zero_grad()` after a step, or of an optimizer that has not stepped yet.
 
