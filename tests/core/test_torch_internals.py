@@ -441,7 +441,7 @@ def _one_reducer() -> None:
         assert len(seen) == turn
     assert ddp.has_built_buckets(replica)
     twin = copy.deepcopy(replica)
-    ddp.hook_again(twin)
+    ddp.restore_comm_hooks(twin)
     twin(True).backward()
     assert [len(state) for _, state in twin._comm_hooks] == [3]
     assert len(seen) == 2
