@@ -237,7 +237,7 @@ def test_what_is_divided_runs_uncompiled(ranks, what):
         (lambda: ContextParallel(blocks="Block"), ArgumentTypeError, "blocks='Block'"),
         (lambda: ContextParallel(blocks=set()), ConfigurationError, "blocks is empty"),
         (lambda: ContextParallel(seq_dims={"x": "1"}), ArgumentTypeError, "seq_dims['x']"),
-        (lambda: DDPStrategy(context_parallel=2), ArgumentTypeError, "Write ContextParallel(2)"),
+        (lambda: DDPStrategy(context_parallel=2), ArgumentTypeError, "ContextParallel(2) for two ranks"),
         (
             lambda: DDP2Strategy(context_parallel=ContextParallel()),
             ConfigurationError,

@@ -75,7 +75,7 @@ AT_ONCE = {
     "checkpointing twice": (
         lambda: FSDPStrategy(activation_checkpointing=nn.Linear, activation_checkpointing_policy={nn.Linear}),
         ConfigurationError,
-        ["activation_checkpointing and activation_checkpointing_policy", "same thing", "Keep the policy"],
+        ["activation_checkpointing and activation_checkpointing_policy", "mean the same", "Keep the policy"],
     ),
     "mesh larger than the ranks": (
         lambda: made(FSDPStrategy(device_mesh=(2, 3))),
