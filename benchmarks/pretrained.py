@@ -79,7 +79,7 @@ def pretrained(fabric: Any, sizes: dict[str, int], folder: Path) -> None:
     fabric.setup(LlamaForCausalLM.from_pretrained(folder))
 
 
-def own_part(fabric: Any, sizes: dict[str, int], folder: Path) -> None:
+def local_shard(fabric: Any, sizes: dict[str, int], folder: Path) -> None:
     """The row of the page: made without memory, then each rank reads its part."""
     from transformers import LlamaForCausalLM
 
@@ -91,7 +91,7 @@ def own_part(fabric: Any, sizes: dict[str, int], folder: Path) -> None:
 
 LOADS = {
     "`from_pretrained`, then setup": pretrained,
-    "`init_module(empty_init=True)`, setup, `fabric.load`": own_part,
+    "`init_module(empty_init=True)`, setup, `fabric.load`": local_shard,
 }
 
 

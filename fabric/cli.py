@@ -185,15 +185,15 @@ def _check(options: argparse.Namespace) -> int:
 
 def _consolidate(options: argparse.Namespace) -> int:
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
-    file = _as_local_path(output)
-    if file.exists() and not options.force:
+    checkpoint, file = _as_local_path(options.checkpoint), _as_local_path(output)
+    if file.is_file() and not options.force:
         if not sys.stdin.isatty():
             raise ConfigurationError(f"{output} exists. Write --force to replace it, or another --output.")
         if input(f"{output} exists. Replace it? [y/N] ").strip().lower() not in ("y", "yes"):
             return 1
     try:
         consolidate = use_slice("sharded reader").consolidate
-        omitted = consolidate(_as_local_path(options.checkpoint), file, _show_progress)
+        omitted = consolidate(checkpoint, file, _show_progress)
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)
         return 1

@@ -383,7 +383,7 @@ def _is_auto(devices: Any) -> bool:
 
 def _sources(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
     """Return what `plugins=` and the strategy's constructor have for argument `name`, by source."""
-    of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.given[name]
+    of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.arguments[name]
     return {
         f"plugins={type(plugin).__name__}": plugin,
         f"{type(strategy).__name__}({name}=...)": of_strategy,

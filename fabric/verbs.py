@@ -420,9 +420,9 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        from fabric.strategies.rank_zero_first import first_then_others
+        from fabric.strategies.rank_zero_first import rank_zero_first_context
 
-        with first_then_others(self._strategy, local):
+        with rank_zero_first_context(self._strategy, local):
             yield
 
     def _checked_flag(self, verb: str, flag: Any) -> bool:

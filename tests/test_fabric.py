@@ -221,7 +221,7 @@ def test_values_reach_every_logger(tmp_path):
 
 
 def test_the_shape_of_all_gather_on_one_process_is_noted_once(capsys):
-    exchange._note_shape.cache_clear()
+    exchange._log_shape_once.cache_clear()
     fabric = Fabric(accelerator="cpu", devices=1)
     for sync_grads in (False, True):
         assert fabric.all_gather(torch.zeros(1, 64, 3), sync_grads=sync_grads).shape == (1, 1, 64, 3)

@@ -51,7 +51,7 @@ def gather(
     known = known_names(state, strategy.modules)
     plain = {key: _state_of(strategy, value, known) for key, value in state.items()}
     if strategy.traits.splits_parameters and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
-        plain = strategy.layout.whole_tree(plain)  # else a file had the parts of rank zero only
+        plain = strategy.layout.unshard_tree(plain)  # else a file had the parts of rank zero only
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}

@@ -1,11 +1,11 @@
-"""Private names of torch around loss scaling; `core/test_torch_internals.py` tests each."""
+"""Private names of torch for loss scaling; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 
 from operator import attrgetter
 
 COUNTED_STEP, STEPPED = "_wrapped_by_lr_sched", "_opt_called"
-"""Attributes of an optimizer's `step` and of the optimizer by which a scheduler sees that it stepped."""
+"""Attributes of an optimizer's `step` and of the optimizer by which a scheduler detects a step."""
 
 optimizer_states = attrgetter("_per_optimizer_states")
-"""Return what a `torch.amp.GradScaler` stores of optimizers since its last update, by their ids."""
+"""Return {id of an optimizer: state since the last update} of a `torch.amp.GradScaler`."""

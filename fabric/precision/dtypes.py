@@ -1,6 +1,4 @@
-"""Casting the floating-point and complex tensors of a tree, for precision plugins and forward plans; and
-tensors as bytes.
-"""
+"""Casts of the floating-point and complex tensors of a tree, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ if TYPE_CHECKING:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
-"""Complex numbers of two such parts. With those of two halves torch can hardly compute: they stay."""
+"""Complex dtypes by real dtype. torch supports few operations of complex32, so halves have no entry."""
 
 
 class CastTo:
     """Casts floating-point tensors of a tree to `dtype` (None: `torch.get_default_dtype()` at call time).
 
-    Complex tensors get the complex dtype of that precision: float64 means complex128.
+    Complex tensors are cast to the corresponding complex dtype: complex128 for float64.
     """
 
     __slots__ = ("dtype",)
@@ -31,7 +29,7 @@ class CastTo:
         self.dtype = dtype
 
     def __call__(self, tree: Any) -> Any:
-        """`tree` with its floating-point tensors in the dtype; `tree` itself where all have it already."""
+        """Return `tree` with floating-point tensors in the dtype; `tree` itself if all have it already."""
         dtype = self.dtype or torch.get_default_dtype()
         if isinstance(tree, torch.Tensor):
             if tree.is_complex():
@@ -42,7 +40,7 @@ class CastTo:
         leaves, spec = flatten(tree)
         others = [isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype for leaf in leaves]
         cast = [self(leaf) if other else leaf for leaf, other in zip(leaves, others, strict=True)]
-        # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
+        # A container without a cast is not copied: a forward may write into a cache that it was passed.
         if all([new is old for new, old in zip(cast, leaves, strict=True)]):
             return tree
         return unflatten(cast, spec, tree)
@@ -50,14 +48,14 @@ class CastTo:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments, cast. Plain tensors, the common case, are not walked as trees."""
+        """Return a call's arguments, cast. Plain tensors, the common case, are not flattened as trees."""
         dtype = self.dtype or torch.get_default_dtype()
         cast = [a.to(dtype) if type(a) in _PLAIN and a.is_floating_point() else self(a) for a in args]
         return tuple(cast), {name: self(value) for name, value in kwargs.items()} if kwargs else kwargs
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
+    """Return the elements of `tensor` as flat bytes, row-major; a view if it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
+    plain = plain.as_strided((plain.numel(),), (1,))  # a single element is contiguous with any stride
     return plain.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""`LossScale`: a GradScaler, and which gradients carry its scale."""
+"""`LossScale`: a GradScaler that tracks which gradients are scaled."""
 
 from __future__ import annotations
 
@@ -22,100 +22,105 @@ if TYPE_CHECKING:
 
 
 _CHECKED_BACKWARDS = 8
-"""Backwards in which parameters are looked for that nobody has set up; afterwards in 16, 32, 64, ..."""
+"""Number of first backwards that search for parameters that were not set up; afterwards the 16th,
+32nd, ...
+"""
 
 
 class LossScale:
-    """Whatever a loop does between its backwards, gradients that it adds up carry one scale.
+    """A GradScaler for which all gradients that are accumulated have the same scale.
 
-    A clip or a step brings gradients to their true size, in place. The scale changes when the next backward
-    begins (or the state is saved or loaded). All optimizers that step after one backward then use the scale
-    that their gradients carry. What gradients are left then are brought to the new scale: of a step
-    that the loop left out, or without `zero_grad()` after it, or of an optimizer that has not stepped yet.
+    A clip or a step unscales gradients in place. The scale changes at the start of the next backward, or when
+    the state is saved or loaded. So all optimizers that step after one backward use the scale of their
+    gradients. Gradients that still exist then are rescaled to the new scale: of a skipped step, without
+    `zero_grad()` after a step, or of an optimizer that has not stepped yet.
 
     Args:
-        scaler: Has the scale, and counts the steps until it grows.
+        scaler: torch's scaler: has the scale, and counts the steps until it grows.
         device: Device type of the gradients.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str) -> None:
         self.scaler, self.device = scaler, device
         self._owners: WeakSet[Module | Optimizer] = WeakSet()
-        self._true: set[int] = set()
-        """Of parameters: those whose gradients have their true size."""
+        self._unscaled_ids: set[int] = set()
+        """Ids of parameters whose gradients are unscaled."""
         self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        """Optimizers that have brought theirs there since the last update; whether they are to step yet."""
-        self._begun = self._stepping = False
+        """{optimizer unscaled since the last update: whether it has not stepped yet}."""
+        self._backward_seen = self._stepping = False
         self._passes = 0
         self.never_set_up: dict[int, tuple[ref[Tensor], Any]] = {}
-        """By id, parameters that nobody has set up, and the gradient that the last scaled backward left."""
+        """{id of a parameter that was not set up: (parameter, its gradient after the last scaled
+        backward)}.
+        """
 
     def __reduce__(self) -> Any:
-        return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
+        return type(self), (self.scaler, self.device)  # a copy has the models that are set up with it
 
     def add_owner(self, owner: Module | Optimizer) -> None:
-        """Bring its gradients to the current scale from now on; refuse steps that take them as they are."""
+        """Register a model or optimizer: rescale its gradients, and reject steps with scaled gradients."""
         if not self._owners:
             add_step_listener(self)
             add_clip_listener(self)
         self._owners.add(owner)
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters of models, then those that only optimizers hold; each once."""
-        held = [
+        """Return the parameters of models, then those that only optimizers have; each once."""
+        lists = [
             owner.parameters() if hasattr(owner, "parameters") else parameters_of(owner)
             for owner in self._owners
         ]
-        return [*{id(p): p for some in held for p in some}.values()]
+        return [*{id(p): p for parameters in lists for p in parameters}.values()]
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss of a backward that begins."""
+        """Return the scaled loss; called at the start of a backward."""
         self.update()
-        self._begun = True
+        self._backward_seen = True
         self._passes += 1
         if self._passes <= _CHECKED_BACKWARDS or self._passes.bit_count() == 1:
-            known = {id(p) for p in self._parameters()}
-            found = [leaf for leaf in leaves_of([loss]) if id(leaf) not in known]
+            set_up = {id(p) for p in self._parameters()}
+            found = [leaf for leaf in leaves_of([loss]) if id(leaf) not in set_up]
             self.never_set_up |= {id(leaf): (ref(leaf), None) for leaf in found}
         return self.scaler.scale(loss)
 
     def after_backward(self) -> None:
-        """Note the scaled gradients of parameters that nobody has set up."""
-        for key, (known, _) in self.never_set_up.items():
-            self.never_set_up[key] = known, _gradient(tensor_of(known))
+        """Record the scaled gradients of parameters that were not set up."""
+        for key, (parameter, _) in self.never_set_up.items():
+            self.never_set_up[key] = parameter, _gradient(tensor_of(parameter))
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Bring the gradients to their true size, however often called. Gives whether there are any.
+        """Unscale the gradients, once per backward; return whether there are gradients.
 
         Raises:
-            UsageError: There are, and there was no backward yet that scales; or the loop called
+            UsageError: There are gradients, but there was no scaled backward; or the loop called
                 `scaler.unscale_` with an optimizer that `fabric.setup` returned.
         """
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
-        if held and not self._begun:
+        if held and not self._backward_seen:
             raise UsageError(
                 f'{type(optimizer).__name__} has gradients, under precision="16-mixed", before any '
-                "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
+                "fabric.backward(loss), so the loss was not scaled. Write fabric.backward(loss) in place of "
+                "loss.backward()."
             )
-        if held and not (self._unscaled.get(optimizer) and held <= self._true):
+        if held and not (self._unscaled.get(optimizer) and held <= self._unscaled_ids):
             more = len(optimizer_states(self.scaler)) > len(self._unscaled)
             by_hand = self._unscaled_by_loop() if more else []
             if id(optimizer) not in by_hand:
                 if by_hand:
                     raise UsageError(
                         "scaler.unscale_(optimizer) was called by the loop, and this step would divide the "
-                        "gradients by the scale once more. Leave it out: optimizer.step() and "
+                        "gradients by the scale again. Leave it out: optimizer.step() and "
                         "fabric.clip_gradients(model, optimizer, max_norm=1.0) unscale them."
                     )
-                if optimizer in self._unscaled or not held.isdisjoint(self._true):
-                    self.update()  # they are of its last step, or another optimizer's
+                if optimizer in self._unscaled or not held.isdisjoint(self._unscaled_ids):
+                    self.update()  # gradients of its last step, or unscaled by another optimizer
                 self.scaler.unscale_(optimizer)
             self._unscaled[optimizer] = True
-            self._true |= held
+            self._unscaled_ids |= held
         return bool(held)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step, unless a gradient is not finite; then the scale is too large, and the step is left out."""
+        """Step, or skip the step if a gradient is not finite, since the scale is then too large."""
         if not self.unscale(optimizer):
             return optimizer.step(**kwargs)
         self._unscaled[optimizer] = False
@@ -126,41 +131,41 @@ class LossScale:
             self._stepping = False
 
     def _unscaled_by_loop(self) -> list[int]:
-        """The ids of optimizers whose gradients the loop has unscaled by the scaler itself."""
-        own = {id(optimizer) for optimizer in self._unscaled}
+        """Return the ids of optimizers that the loop passed to `scaler.unscale_`."""
+        ours = {id(optimizer) for optimizer in self._unscaled}
         states = optimizer_states(self.scaler).items()
-        return [key for key, state in states if state["stage"].name == "UNSCALED" and key not in own]
+        return [key for key, state in states if state["stage"].name == "UNSCALED" and key not in ours]
 
     def before_clip(self, gradients: list[Tensor]) -> None:
-        """Before torch's own functions clip gradients, or take their norm to do so.
+        """Check that gradients are unscaled before torch's functions clip them.
 
         Raises:
-            UsageError: They carry the scale.
+            UsageError: They are scaled.
         """
-        if not self._begun or not self.scaler.is_enabled() or self._unscaled_by_loop():
+        if not self._backward_seen or not self.scaler.is_enabled() or self._unscaled_by_loop():
             return
-        left = [p for p in self._parameters() if id(p) not in self._true]
+        left = [p for p in self._parameters() if id(p) not in self._unscaled_ids]
         if {id(p.grad) for p in left if p.grad is not None}.intersection(map(id, gradients)):
             raise UsageError(
                 'torch.nn.utils got gradients that carry the loss scale of "16-mixed". Clipped now, they '
-                "would be next to nothing once the step has divided them by the scale. Write "
+                "would be almost zero when the step divides them by the scale. Write "
                 "fabric.clip_gradients(model, optimizer, max_norm=1.0), or clip_val=, which unscales them."
             )
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer.
+        """Check that gradients are unscaled before a step of any optimizer.
 
         Raises:
-            UsageError: It would take gradients as they are, scaled.
+            UsageError: It would step with scaled gradients.
         """
-        if self._stepping or not self._begun or not self.scaler.is_enabled():
+        if self._stepping or not self._backward_seen or not self.scaler.is_enabled():
             return
-        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
+        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._unscaled_ids
         forgotten = self.never_set_up and [p for p in parameters_of(optimizer) if self._is_never_set_up(p)]
         if held and (forgotten or any(id(p) in held for p in self._parameters())):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
-                'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
+                f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up. Under "
+                'precision="16-mixed" gradients are scaled, so it would step by a multiple of them. Write '
                 "model, optimizer = fabric.setup(model, optimizer), or optimizer = "
                 "fabric.setup_optimizers(optimizer)."
             )
@@ -169,51 +174,54 @@ class LossScale:
         known, scaled = self.never_set_up.get(id(parameter), (None, None))
         if known is None or tensor_of(known) is not parameter or scaled is None or parameter.grad is None:
             return False
-        gradient, version = scaled  # by reference: memory of one that was dropped may hold the next one
+        gradient, version = scaled  # a weak reference, since ids are reused
         return tensor_of(gradient) is parameter.grad and parameter.grad._version == version
 
     def update(self) -> None:
         """Update the scale by the steps since the last update."""
-        if self._true:
-            with self._kept():
+        if self._unscaled_ids:
+            with self._rescaling():
                 self.scaler.update()
 
     def replace(self, scaler: torch.amp.GradScaler) -> None:
-        """Go on with another scaler."""
+        """Replace the scaler; existing gradients are rescaled."""
         self.update()
-        with self._kept():
+        with self._rescaling():
             self.scaler = scaler
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the scaler for a resumed run, without gradients that were not stepped yet."""
+        """Return the state of the scaler for a resumed run; it has the last steps if no step is pending."""
         if not any(self._unscaled.values()):
             self.update()
         return self.scaler.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take another run's scale."""
-        self.update()  # what was due belongs to the state that is left
-        with self._kept():
+        """Load the state of another run's scaler."""
+        self.update()  # belongs to the old state
+        with self._rescaling():
             self.scaler.load_state_dict(state)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Gradients that are there mean the same under the scale that comes. Waits for no device."""
-        left: dict[Any, list[Any]] = {}
+    def _rescaling(self) -> Iterator[None]:
+        """Context of a change of the scale: rescales existing gradients. No synchronisation with
+        the device.
+        """
+        groups: dict[Any, list[Any]] = {}
         for p in self._parameters():
             if (grad := p.grad) is not None:
-                own = grad.to_local() if hasattr(grad, "to_local") else grad
-                left.setdefault((id(p) in self._true, own.device, own.dtype, own.layout), []).append(own)
-        before: Any = self._now() if left else None
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                key = id(p) in self._unscaled_ids, local.device, local.dtype, local.layout
+                groups.setdefault(key, []).append(local)
+        before: Any = self._current_scale() if groups else None
         yield
-        after: Any = self._now() if left else None
-        for (true, device, *_), grads in left.items():
+        after: Any = self._current_scale() if groups else None
+        for (is_unscaled, device, *_), grads in groups.items():
             with torch.no_grad():
-                foreach_mul_(grads, (after if true else after / before).to(device))
-        self._true.clear()
+                foreach_mul_(grads, (after if is_unscaled else after / before).to(device))
+        self._unscaled_ids.clear()
         self._unscaled.clear()
 
-    def _now(self) -> Any:
+    def _current_scale(self) -> Any:
         return self.scaler.scale(torch.ones((), device=self.device))
 
 

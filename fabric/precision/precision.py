@@ -1,5 +1,6 @@
-"""`Precision`: the base of precision plugins, which leaves everything as it is; users subclass it. And from
-a precision's name to its plugin: what names there are, and their dtypes, is in `core/precision.py`.
+"""`Precision`: the base class of precision plugins, and the registry of plugins by name.
+
+Names and their dtypes are in `core/precision.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 CONVERSIONS = ("forward_context", "convert_input", "convert_output")
-"""Methods that add something to a forward."""
+"""Methods of a plugin that change a forward."""
 
 PASSES = ("pre_backward", "backward", "post_backward")
-"""Methods that add something to a backward pass."""
+"""Methods of a plugin that change a backward pass."""
 
 PRECISION_REGISTRY = Registry("precision", "fabric.precisions")
 """Precision plugins by name; a factory with a parameter `device` gets the accelerator's device type."""
@@ -51,40 +52,39 @@ for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engi
 
 
 class Precision(Part):
-    """Dtypes and loss scaling around forward, backward and step. This base is "32-true": nothing is changed.
+    """Dtypes and loss scaling of forward, backward and step. This base class is "32-true": it changes
+    nothing.
 
-    A subclass may override any method; which ones it overrides is looked at once, at setup.
+    A subclass may override any method. Overridden methods are detected once, at setup.
     """
 
     precision: str = "32-true"
     replaces_parameters = False
-    """Whether `convert_module` puts others in the place of parameters: no optimizer may hold those, and no
-    layout can split what is there then.
+    """Whether `convert_module` replaces parameters. Then optimizers cannot be created before it, and layouts
+    cannot shard the new ones.
     """
 
     @property
     def policy(self) -> DtypePolicy:
-        """The dtype policy that the precision's name stands for."""
+        """The dtype policy of the precision's name."""
         return POLICIES.get(self.precision, POLICIES["32-true"])
 
     def for_device(self, device_type: str) -> Precision:
-        """The plugin for devices of this type (`device_type`, such as "cuda"); called once, by `Fabric`,
-        which uses what it gives.
-        """
+        """Return the plugin to use for devices of this type, such as "cuda"; called once, by `Fabric`."""
         return self
 
     @property
     def needs_backward(self) -> bool:
-        """Whether this plugin takes part in the backward pass: a plain `loss.backward()` would be wrong."""
+        """Whether this plugin changes the backward pass, so that a plain `loss.backward()` would be wrong."""
         return overridden(type(self), Precision, *PASSES)
 
     @property
     def needs_step(self) -> bool:
-        """Whether this plugin takes part in the optimizer step."""
+        """Whether this plugin changes the optimizer step."""
         return overridden(type(self), Precision, "optimizer_step")
 
     def convert_module(self, module: Module) -> Module:
-        """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""
+        """Convert the module to the dtypes of this precision in place, and return it; called by setup."""
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -96,69 +96,69 @@ class Precision(Part):
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Context around the user's forward; also what `fabric.autocast()` gives."""
+        """Context around the user's forward; also returned by `fabric.autocast()`."""
         return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """`data`, the forward's inputs (a tree), in the dtype that the module expects; shapes stay."""
+        """Return the forward's inputs `data` (a tree) in the dtype that the module expects."""
         return data
 
     def convert_output(self, data: Any) -> Any:
-        """`data`, the forward's outputs (a tree), in the dtype that the user's loop expects; shapes stay."""
+        """Return the forward's outputs `data` (a tree) in the dtype that the user's loop expects."""
         return data
 
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Called before the backward pass; a returned tensor replaces `tensor`, the loss."""
+        """Run before the backward pass; a returned tensor replaces `tensor`, the loss."""
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`, the loss, with what the user passed to `fabric.backward`."""
+        """Run the backward pass from `tensor`, the loss, with the arguments of `fabric.backward`."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Called after the backward pass."""
+        """Run after the backward pass."""
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer; `kwargs` are the user's (a `closure`, if any)."""
+        """Step the optimizer; `kwargs` are the user's (a `closure`)."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Parameter]:
-        """The parameters whose gradients `clip_gradients` clips."""
+        """Yield the parameters whose gradients `clip_gradients` clips."""
         for group in optimizer.param_groups:
             yield from group["params"]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring the gradients back to their true size, if the loss was scaled."""
+        """Unscale the gradients, if the loss was scaled."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this plugin for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load the result of `state_dict`."""
 
     def teardown(self) -> None:
-        """Undo what the plugin changed in the process."""
+        """Restore settings of the process that the plugin changed."""
 
 
 def policy_of(plugin: Precision, precision: object, *fits: str) -> DtypePolicy:
-    """Return the dtype policy of `precision`, which must be one that the plugin supports.
+    """Return the dtype policy of `precision`, which must be in `fits`, the names that the plugin supports.
 
     Raises:
-        ConfigurationError: It is none of `fits`.
+        ConfigurationError: It is not in `fits`.
     """
     if precision not in fits:
         raise ConfigurationError(
             f"{type(plugin).__name__}(precision={precision!r}) is not one of {', '.join(map(repr, fits))}. "
-            f"Write Fabric(precision={precision!r}) to get the plugin that fits."
+            f"Write Fabric(precision={precision!r}), which chooses the plugin."
         )
     return POLICIES[precision]
 
 
 def make_precision(value: object, device_type: str) -> Precision:
-    """The plugin for what a user wrote as `precision=`.
+    """Return the plugin for the argument `precision=` of `Fabric`.
 
     Raises:
-        ConfigurationError: The value names no precision.
+        ConfigurationError: There is no precision of this name.
     """
     policy = find_policy(value)
     name: Any = value if policy is None else policy.name
@@ -168,7 +168,7 @@ def make_precision(value: object, device_type: str) -> Precision:
 
 
 class DefaultDtype:
-    """Context that sets torch's default dtype and restores it. Re-usable, re-entrant."""
+    """Context that sets torch's default dtype and restores it. Reusable and reentrant."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

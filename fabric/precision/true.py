@@ -1,4 +1,4 @@
-"""The plugins behind "64-true", "16-true" and "bf16-true": the module itself is cast."""
+"""The plugins of "64-true", "16-true" and "bf16-true", which cast the module."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class TruePrecision(Precision):
-    """Parameters, buffers and float inputs are cast to one dtype; outputs come back in the default dtype.
+    """Casts parameters, buffers and float inputs to one dtype, and outputs to the default dtype.
 
     Args:
         dtype: The dtype of parameters and compute.
-        output_dtype: Dtype of floating-point outputs; None gives `torch.get_default_dtype()` at call time, as
-            Lightning Fabric does.
+        output_dtype: Dtype of floating-point outputs; None: `torch.get_default_dtype()` at call time, as in
+            Lightning Fabric.
     """
 
     def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype | None = None) -> None:
@@ -29,33 +29,33 @@ class TruePrecision(Precision):
         self.output_dtype = output_dtype
 
     def convert_module(self, module: Module) -> Module:
-        """The module with floating-point and complex parameters and buffers cast in place."""
+        """Cast floating-point and complex parameters and buffers in place; return the module."""
         cast: Module = module._apply(CastTo(self.dtype))
         return cast
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """New floating-point tensors get the dtype."""
+        """Context in which new floating-point tensors have the dtype."""
         return DefaultDtype(self.dtype)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """New modules get the dtype."""
+        """Context in which new modules have the dtype."""
         return DefaultDtype(self.dtype)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The dtype is torch's default inside."""
+        """Context in which the dtype is torch's default."""
         return DefaultDtype(self.dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in the dtype, complex ones in that of its precision."""
+        """Return the tree with floating-point tensors in the dtype, complex ones in the corresponding one."""
         return CastTo(self.dtype)(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in `output_dtype`."""
+        """Return the tree with floating-point tensors in `output_dtype`."""
         return CastTo(self.output_dtype)(data)
 
 
 class DoublePrecision(TruePrecision):
-    """Everything in float64; see `TruePrecision` for `output_dtype`."""
+    """Parameters and compute in float64; see `TruePrecision` for `output_dtype`."""
 
     precision = "64-true"
 
@@ -64,7 +64,7 @@ class DoublePrecision(TruePrecision):
 
 
 class HalfPrecision(TruePrecision):
-    """Everything in float16 or bfloat16, no loss scaling; see `TruePrecision` for `output_dtype`.
+    """Parameters and compute in float16 or bfloat16, no loss scaling; `output_dtype`: see `TruePrecision`.
 
     Raises:
         ConfigurationError: `precision` is neither "16-true" nor "bf16-true".

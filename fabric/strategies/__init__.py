@@ -1,4 +1,4 @@
-"""Strategies: short recipes that choose parts."""
+"""Strategies: compositions of a layout and other parts."""
 
 from typing import TYPE_CHECKING
 

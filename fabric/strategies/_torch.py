@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:
-    """Call `call` at the end of the running backward pass, which raises the errors of `call`."""
+    """Call `call` at the end of the running backward pass, which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -25,7 +25,7 @@ value_of: Any = torch.ops.aten._local_scalar_dense.default
 """The operation behind `tensor.item()`."""
 
 FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""Attributes that `fully_shard` sets on modules; by them `generate` of transformers detects FSDP."""
+"""Attributes that `fully_shard` sets on modules; `generate` of transformers detects FSDP by them."""
 
 fsdp_state = methodcaller("_get_fsdp_state")
 """Return FSDP2's state of a module that `fully_shard` was called on."""

@@ -1,4 +1,4 @@
-"""`Checkpoints`: what a strategy does to save and to load, with files of either format."""
+"""`Checkpoints`: saving and loading of a strategy, in the formats "full" and "sharded"."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 
 
 class Checkpoints(Exchange):
-    """Saving and loading: all ranks make each of these calls, and a failure on one is raised on all."""
+    """Saving and loading. All ranks must make each call; an error on one rank is raised on all."""
 
     layout: Layout
     state_dict_type = "full"
-    """The format of checkpoints: "full" or "sharded"."""
+    """Default format of checkpoints: "full" or "sharded"."""
     pending: PendingSave | None = None
-    """The save that goes on beside the loop."""
+    """The unfinished save with `wait=False`, or None."""
     snapshot: Snapshot | None = None
-    """What it writes, or wrote: the next one takes its memory."""
+    """The values of the last save with `wait=False`; the next one reuses its memory."""
     _checkpoint_io: CheckpointIO | None = None
 
     @cached_property
     def modules(self) -> WeakKeyDictionary[Module, None]:
-        """The user's modules that were set up, in this order."""
+        """The user's modules that were set up, in the order of setup."""
         return WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned rank sets its models up itself; those of this process stay here.
+        # Models belong to this process; a spawned rank sets up its own.
         state = {**super().__getstate__(), "pending": None, "snapshot": None}
         state.pop("modules", None)
         return state
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The IO that writes and reads checkpoints; by default one file by torch.save."""
+        """The object that writes and reads checkpoints; by default one file by torch.save."""
         if self._checkpoint_io is None:
             from fabric.checkpoint.torch_io import TorchCheckpointIO
 
@@ -77,22 +77,22 @@ class Checkpoints(Exchange):
         facts: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
     ) -> PendingSave | None:
-        """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part. All
+        """Write `state`: "full" to one file on rank zero, "sharded" to a directory, a file per rank. All
         ranks must call this.
 
         Args:
-            path: Where to.
+            path: Destination.
             state: As in `Fabric.save`.
             storage_options: For the checkpoint IO.
             filter: As in `Fabric.save`.
-            format: "full" or "sharded"; None: as `state_dict_type` says.
-            wait: False: write a copy beside the loop, which goes on.
-            then: What rank zero does when the checkpoint is there.
-            facts: What is kept beside the data, for those who look at the files.
+            format: "full" or "sharded"; None: `state_dict_type`.
+            wait: False: write a copy in the background.
+            then: Function that rank zero calls once the checkpoint is complete.
+            facts: Metadata, stored with the data.
             allow_pickle: As in `Fabric.save`.
 
         Raises:
-            ConfigurationError: A `format` that is unknown, or not there for `path`; other errors as for
+            ConfigurationError: `format` is unknown, or not supported for `path`; other errors as for
                 `Fabric.save`.
         """
         from fabric.checkpoint import state as states
@@ -105,7 +105,7 @@ class Checkpoints(Exchange):
             except ConfigurationError as error:
                 self.abort_call("save", error)
             sharded = format == "sharded"
-        # Of the paths rank zero's counts: they are shown where ranks save other objects, and not compared.
+        # Paths are shown in a mismatch, but not compared: only rank zero's is used.
         call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
         if self.topology.world_size > 1:
             self.channel().check_call(call._replace(what=f"{path}: {call.what}" if call.what else ""))
@@ -119,22 +119,22 @@ class Checkpoints(Exchange):
             )
         else:
             self.checkpoint_io.facts = facts
-            write = self._gathered(path, state, storage_options, filter, wait, allow_pickle)
+            write = self._full_writer(path, state, storage_options, filter, wait, allow_pickle)
 
-        def work() -> None:
+        def save() -> None:
             if write is not None:
                 write()
             if then is not None and self.topology.rank == 0:
                 then()
 
         if not wait:
-            self.pending = use_slice("background").PendingSave(self, path, None if write is None else work)
+            self.pending = use_slice("background").PendingSave(self, path, None if write is None else save)
             return self.pending
         with states.together(self, f"saving {path}"):
-            work()
+            save()
         return None
 
-    def _gathered(
+    def _full_writer(
         self,
         path: PathLike,
         state: dict[str, Any],
@@ -146,8 +146,8 @@ class Checkpoints(Exchange):
         """Gather the state; return the function that writes one file on rank zero, None on other ranks."""
         from fabric.checkpoint import state as states
 
-        # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
-        # before the old file is touched.
+        # On every rank, since gathering may be collective. A bad value must raise on all ranks, before the
+        # old file is replaced.
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter, allow_pickle)
@@ -156,14 +156,13 @@ class Checkpoints(Exchange):
 
             ours = type(storage) is TorchCheckpointIO
             if ours and is_safetensors(path):
-                use_slice("safetensors").tensors_of(
-                    checkpoint, path
-                )  # raises on all ranks, beside the loop too
+                # Validates here, so that all ranks raise, also with `wait=False`.
+                use_slice("safetensors").tensors_of(checkpoint, path)
             if self.topology.rank == 0 and not wait:
                 from fabric.checkpoint.snapshot import Snapshot
 
-                where = local_path(path) or path  # absolute: the loop may leave its directory
-                # Another's IO may still hold what it was given.
+                where = local_path(path) or path  # absolute: the loop may change its working directory
+                # A third-party IO may still hold the last snapshot, so its memory is not reused.
                 snapshot = Snapshot(self.snapshot if ours else None)
                 checkpoint = snapshot.of(checkpoint)
                 self.snapshot = snapshot
@@ -173,10 +172,10 @@ class Checkpoints(Exchange):
         return partial(storage.save_checkpoint, checkpoint, where, *options)
 
     def finish_save(self) -> None:
-        """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.
+        """Wait for an unfinished save with `wait=False`. All ranks must call this.
 
         Raises:
-            OSError: It has failed.
+            OSError: The save failed.
         """
         if self.pending is not None:
             self.pending.wait()
@@ -188,7 +187,7 @@ class Checkpoints(Exchange):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read the checkpoint at `path`, of either format, into `state`; gives what was left over. All ranks
+        """Read the checkpoint at `path`, of any format, into `state`; return its other entries. All ranks
         must call this.
 
         Arguments and errors as for `Fabric.load`; `state` may be one object as for `Fabric.load_raw`.
@@ -199,7 +198,8 @@ class Checkpoints(Exchange):
             return self.restore(tree, state, strict)
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """Put `tree`, which `opened` gave, into `state`; gives what was left over. All ranks must call this.
+        """Load `tree`, as `opened` yields it, into `state`; return its other entries. All ranks must call
+        this.
 
         `strict`: see `Fabric.load`.
         """
@@ -211,14 +211,13 @@ class Checkpoints(Exchange):
     def opened(
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
-        """Check and open the checkpoint at `path`; yield its contents. All ranks must call this.
+        """Verify and open the checkpoint at `path`; yield its contents. All ranks must call this.
 
-        Tensors can be read until the context ends. `weights_only`: see `Fabric.load`.
-
-        Tensors of a safetensors file are under the only name of `state`.
+        Tensors can be read until the context ends. `weights_only`: see `Fabric.load`. Tensors of a
+        safetensors file are under the one key of `state`.
 
         Raises:
-            DamagedCheckpointError: A file of it is missing, or not what was written.
+            DamagedCheckpointError: A file of it is missing or was changed.
         """
         from fabric.checkpoint import state as states
         from fabric.checkpoint.atomic_write import present, sharded_at
@@ -227,17 +226,17 @@ class Checkpoints(Exchange):
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
         verify = getattr(storage, "verify", None)
         directory = sharded_at(found, only_ours=verify is None)
-        # Ranks of one machine that read the same files share their check.
-        mine = None if directory is None else (self.topology.node_rank, str(directory))
-        told = self.all_gather_object(mine, label="load") if self.topology.world_size > 1 else [mine]
+        # Ranks of one machine that read the same directory share its verification.
+        local = None if directory is None else (self.topology.node_rank, str(directory))
+        directories = self.all_gather_object(local, label="load") if self.topology.world_size > 1 else [local]
         with states.together(self, doing):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
             elif verify is not False:
-                same = [rank for rank, where in enumerate(told) if where == mine]
+                same = [rank for rank, other in enumerate(directories) if other == local]
                 use_slice("sharded directory").check(directory, same.index(self.topology.rank), len(same))
         checkpoint: Any = None
-        if any(told):
+        if any(directories):
             with states.together(self, doing):
                 if directory is not None:
                     checkpoint = use_slice("sharded reader").Checkpoint(directory, weights_only is not False)
@@ -249,21 +248,20 @@ class Checkpoints(Exchange):
                 checkpoint.close()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """The full state dict under the user's own keys. All ranks must call this."""
+        """Return the full state dict with the keys of the user's module. All ranks must call this."""
         return clean_keys(self.layout.module_state(unwrap(module)))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a `state_dict` saved under any wrapping; gives torch's missing and unexpected keys. All ranks
-        must call this.
+        """Load a `state_dict`, whose keys may have prefixes of wrappers. All ranks must call this.
 
-        `strict`: whether such keys raise, as in torch.
+        Returns torch's missing and unexpected keys. `strict`: whether such keys raise, as in torch.
         """
         plain = unwrap(module)
         fitted = add_tied_keys(fit_keys(state_dict, plain), plain)
         return self.layout.load_module_state(plain, fitted, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer. All ranks must call this."""
+        """Return the full state of an optimizer. All ranks must call this."""
         return self.layout.optimizer_state(unwrap(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

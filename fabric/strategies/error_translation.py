@@ -1,4 +1,4 @@
-"""Errors of DDP that cannot average gradients, and of torch that computes with parts, in the user's words."""
+"""Errors with names and fixes in place of torch's: of DDP's reducer, and of operations on DTensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
-"""What the reducer says of a gradient that comes again; the second where torch has no words for it."""
+"""Texts of the reducer's errors for a second gradient of one parameter; the second is a bare assertion."""
 
 
-def unused_parameters(module: Module, names: list[str], error: RuntimeError) -> Exception:
-    """The error for gradients that are missing, with names; torch says their numbers."""
+def missing_gradients_error(module: Module, names: list[str], error: RuntimeError) -> Exception:
+    """Return the error for missing gradients with parameter names; torch's has indices."""
     found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
     if found is None:
         return error
@@ -43,57 +43,57 @@ def unused_parameters(module: Module, names: list[str], error: RuntimeError) -> 
 
 
 def translate_ddp_error(error: RuntimeError, graph: bool) -> None:
-    """Raise a better error than torch's for what a reducer cannot do.
+    """Raise a clearer error than torch's, if the reducer does not support the backward.
 
     Args:
-        error: What torch raised.
-        graph: Whether it was a backward with create_graph=True.
+        error: The error that torch raised.
+        graph: Whether the backward had create_graph=True.
     """
     if any([sign in str(error) for sign in TWICE]):
         raise UsageError(
-            f"Rank {dist.get_rank()}: DDP got the gradient of a parameter twice in one backward. Activation "
-            "checkpoints with use_reentrant=True do so where several forwards meet in one backward, where a "
-            "layer is called or a parameter is used once more, or under find_unused_parameters. Write "
+            f"Rank {dist.get_rank()}: DDP got the gradient of a parameter twice in one backward. The cause "
+            "are activation checkpoints with use_reentrant=True, if a backward has several forwards, a layer "
+            "or parameter is used twice, or find_unused_parameters is set. Write "
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         ) from error
     if graph and "leaf Variable that requires grad" in str(error):
         raise UsageError(
-            "backward(create_graph=True) cannot go through DDP: what averages gradients is no part of a "
-            "graph. For a penalty on gradients write torch.autograd.grad(outputs, inputs, create_graph=True) "
-            "and fabric.backward(loss) of the loss that has the penalty."
+            "backward(create_graph=True) cannot go through DDP: its all-reduce is no part of the graph. For "
+            "a penalty on gradients write torch.autograd.grad(outputs, inputs, create_graph=True), and call "
+            "fabric.backward(loss) with the penalty in the loss."
         ) from error
 
 
-def thawed_late(name: str) -> UsageError:
-    """The error for a parameter that DDP did not take in, since it was frozen then."""
+def unfrozen_after_setup(name: str) -> UsageError:
+    """Return the error for a parameter that DDP does not average, since it was frozen at setup."""
     return UsageError(
-        f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
-        "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
-        'after; with "ddp" write Fabric(strategy="ddp_find_unused_parameters_true"), pass other strategies '
-        "find_unused_parameters=True. Or set a new copy up for the next phase."
+        f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which would not be "
+        "averaged. Freeze parameters that are trained later after fabric.setup, not before; then write "
+        'Fabric(strategy="ddp_find_unused_parameters_true") in place of "ddp", or pass '
+        "find_unused_parameters=True to other strategies. Or set up a new copy for the next phase."
     )
 
 
-def converted(name: str, now: Tensor) -> UsageError:
-    """The error for a model that was moved or converted after setup."""
+def converted_after_setup(name: str, now: Tensor) -> UsageError:
+    """Return the error for a model that was moved or converted after setup."""
     return UsageError(
-        f"{name} was moved or converted after fabric.setup (now {now.dtype}, {now.device}), and ranks would "
-        "not average its gradient. Convert the model before fabric.setup, or write Fabric(precision=...). "
-        "For other uses convert a copy of what fabric.whole(model) gives."
+        f"{name} was moved or converted after fabric.setup (now {now.dtype}, {now.device}), and its gradient "
+        "would not be averaged. Convert the model before fabric.setup, or write Fabric(precision=...). For "
+        "other uses convert a copy of fabric.whole(model)."
     )
 
 
-def split_error(
+def translate_dtensor_error(
     error: BaseException, call: Callable[..., Any], root: Any, method: bool, marked: bool
 ) -> UsageError | None:
-    """Return the error to raise in place of `error`; None if it has another cause.
+    """Return the error to raise in place of `error`, or None if its cause is not an unexpected DTensor.
 
     Args:
-        error: What a forward or method of a split model raised.
+        error: The error that a forward or method of a sharded model raised.
         call: The forward or method.
-        root: The outermost split module.
+        root: The outermost sharded module.
         method: Whether `call` is a method.
-        marked: Whether that method was marked as a forward.
+        marked: Whether that method was marked by `mark_forward_method`.
     """
     unmarked = method and not marked
     half = unmarked and "dtype" in str(error) and computes_in(root) is not None
@@ -105,11 +105,11 @@ def split_error(
     fix = (
         f"Write model.mark_forward_method({name!r}) after fabric.setup."
         if unmarked
-        else "If it belongs to a layer that is not called here: call the layer, or leave its class out of "
-        "auto_wrap_policy. If a layer that your function made parallel gave it: leave "
-        "use_local_output=False out. Else write .full_tensor() on it, on all ranks."
+        else "If it is a parameter of a layer that is not called: call the layer, or remove its class from "
+        "auto_wrap_policy. If it is the output of a layer that your function made parallel: remove "
+        "use_local_output=False. Else call .full_tensor() on it, on all ranks."
     )
     return UsageError(
         f"{f'{model}.{name}' if method else f'The forward of {model}'} computes{where} with a tensor that is "
-        f"split over ranks, or that only a forward has in its dtype: {str(error)[:200]}. {fix}"
+        f"split over ranks, or that is cast only in a forward: {str(error)[:200]}. {fix}"
     )

@@ -1,7 +1,6 @@
-"""`Exchange`: data across ranks, the part of a Strategy that its group of ranks carries out.
+"""`Exchange`: the collective verbs of a Strategy.
 
-All ranks of the group must make each call here, in the same order; ranks that do not get one
-CollectiveMismatch.
+All ranks of the group must make each call, in the same order; otherwise all ranks raise CollectiveMismatch.
 """
 
 from __future__ import annotations
@@ -32,44 +31,46 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """The collective verbs of a strategy, on trees: tensors, numbers, and nestings of them. The arguments are
-    those of the verbs of `Fabric`, which say what is raised.
+    """The collective verbs of a strategy, on trees of tensors and numbers. Arguments and errors are those of
+    the verbs of `Fabric`.
 
-    A group is whatever the engine calls one; None means all ranks of the strategy. `src` and `dst` are global
+    A group is a process group of the engine; None means all ranks of the strategy. `src` and `dst` are global
     ranks.
     """
 
     topology: Topology
     hooks: dict[str, list[Callable[..., Any]]]
-    """By the name of each hook of `Part`, the methods of the parts that override it."""
-    compared: Any = None
-    """The part whose `facts` the call check of each verb compares; None: there is none."""
+    """{name of a hook of `Part`: methods of the parts that override it}."""
+    facts_part: Any = None
+    """The part whose `facts` each call check compares, or None."""
     process_group: Any | None = None
-    """The ranks of the strategy, where they are not those of the whole job."""
+    """The process group of the strategy's ranks; None: all ranks of the job."""
 
     def __init__(self) -> None:
         self.transport = Exchange.make_transport(self)
         self._channel: Channel | None = None
-        self._seen: tuple[Channel, Channel, int] | None = None
-        self.shared_data: tuple[tuple[int, int], Any] | None = None
-        """`data_rank` and `data_group` of the part that decides them; None: each rank reads its own data."""
-        self.joined_parts: list[Any] = []
-        """Parts of slices, where there are several ranks: made at launch, by each process for itself."""
+        self._data_parallel: tuple[Channel, Channel, int] | None = None
+        self.data_placement: tuple[tuple[int, int], Any] | None = None
+        """(`data_rank`, `data_group`) of the part that overrides them; None: each rank reads
+        different data.
+        """
+        self.slice_parts: list[Any] = []
+        """Parts of slices, created by each process at launch if there are several ranks."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # These belong to this process.
-        own: dict[str, Any] = {
+        # Reset: these belong to this process.
+        reset: dict[str, Any] = {
             "_channel": None,
-            "_seen": None,
-            "compared": None,
-            "joined_parts": [],
-            "shared_data": None,
+            "_data_parallel": None,
+            "facts_part": None,
+            "slice_parts": [],
+            "data_placement": None,
         }
-        return {**self.__dict__, **own, "hooks": {}}
+        return {**self.__dict__, **reset, "hooks": {}}
 
     @cached_property
     def collective(self) -> Collective:
-        """The collective backend; for a single rank, until a strategy of several ranks replaces it."""
+        """The collective backend: that of a single rank, until a strategy of several ranks replaces it."""
         from fabric.collectives.single_device import SingleDeviceCollective
 
         return SingleDeviceCollective()
@@ -80,25 +81,25 @@ class Exchange:
         return self.topology.device
 
     def make_transport(self) -> Transport:
-        """Return the transport of collectives from this rank; called once, after the rank is set up."""
+        """Return the transport of collectives from this rank; called once, when its device is set."""
         return Transport(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's `group`: here that of one rank, whatever the group."""
+        """Return the collective of a user's `group`: for one rank always the same."""
         return self.collective
 
     @property
     def data_group(self) -> Any | None:
-        """The ranks that see different data; None: all of them."""
+        """The process group of ranks that read different data; None: all ranks."""
         return None
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of consecutive ranks that see the same data."""
+        """The number of consecutive ranks that read the same data."""
         return 1
 
     def root(self, rank: int, group: Any | None) -> int:
-        """The global rank that sends or receives; 0, the default, is the first one of the strategy."""
+        """Return the global rank of `src` or `dst`; 0, the default, is the first rank of the strategy."""
         if rank or group is not None or self.process_group is None:
             return rank
         self.channel().world_size  # noqa: B018 - raises for ranks outside the group
@@ -106,49 +107,53 @@ class Exchange:
 
     def channel(self, group: Any | None = None) -> Channel:
         """Return the channel on which the tree verbs of a group run."""
-        known = self._channel
+        cached = self._channel
         if group is not None:
-            made = self.make_channel(group)
-            made.facts = self.compared
-            return made
-        if known is None or known.collective is not self.collective or known.transport is not self.transport:
-            known = self._channel = self.make_channel(None)
-            known.facts = self.compared
-        return known
+            channel = self.make_channel(group)
+            channel.facts = self.facts_part
+            return channel
+        if (
+            cached is None
+            or cached.collective is not self.collective
+            or cached.transport is not self.transport
+        ):
+            cached = self._channel = self.make_channel(None)
+            cached.facts = self.facts_part
+        return cached
 
     def make_channel(self, group: Any | None) -> Channel:
-        """The channel of a group; asked once for all ranks."""
+        """Return a new channel of a group."""
         return Channel(self.group_collective(group), self.transport)
 
     def data_parallel_layout(self) -> tuple[Channel, int]:
-        """The ranks that hold the data, and how many of them, one after the other, see the same part."""
-        everybody = self.channel()
-        if self._seen is None or self._seen[0] is not everybody:
-            row = self.model_parallel_size
-            self._seen = everybody, self.channel(self.data_group) if row == 1 else everybody, row
-        return self._seen[1:]
+        """Return (channel of the ranks that read the data, number of consecutive ranks with the
+        same shard).
+        """
+        world = self.channel()
+        if self._data_parallel is None or self._data_parallel[0] is not world:
+            size = self.model_parallel_size
+            self._data_parallel = world, self.channel(self.data_group) if size == 1 else world, size
+        return self._data_parallel[1:]
 
     def check_barrier(self, verb: str, what: str = "") -> None:
-        """Wait until all ranks make the same call of `verb`; the first thing that one of several messages
-        does. All ranks must call this.
-
-        `what` must be the same on all ranks, too.
+        """Wait until all ranks make the same call of `verb`, with the same `what`. A verb of several messages
+        calls this first. All ranks must call this.
 
         Raises:
-            CollectiveMismatch: It is not; on all ranks.
+            CollectiveMismatch: The calls differ; on all ranks.
         """
         self.channel().check_barrier(verb, what)
 
     def abort_call(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
-        """Raise `error` about the arguments of `verb`, after the ranks of `group` that wait in it have heard
-        of it.
+        """Raise `error` about the arguments of `verb`, and make ranks of `group` that wait in
+        `verb` raise.
         """
         self.channel(group).abort_call(verb, error)
 
     def all_reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", *, async_op: bool = False
     ) -> Any:
-        """The tree `tensor` reduced over ranks, in place, and returned. All ranks of `group` must call this.
+        """Reduce the tree `tensor` over ranks in place, and return it. All ranks of `group` must call this.
 
         `reduce_op` and `async_op`: see `Fabric.all_reduce`.
         """
@@ -162,13 +167,14 @@ class Exchange:
     def all_gather(
         self, tensor: Any, group: Any | None = None, sync_grads: bool = False, *, async_op: bool = False
     ) -> Any:
-        """The tree `tensor` with leaves of shape (world_size, *shape). All ranks of `group` must call this.
+        """Return the tree `tensor` with leaves of shape (world_size, *shape). All ranks of `group` must call
+        this.
 
         `sync_grads` and `async_op`: see `Fabric.all_gather`.
         """
         channel = self.channel(group)
         if self.topology.world_size == 1:
-            _note_shape()
+            _log_shape_once()
         if sync_grads:
             from fabric.collectives.grads import all_gather_with_grads
 
@@ -180,7 +186,7 @@ class Exchange:
         return gather_tree(tensor, channel, async_op=async_op)
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """Rank `src`'s `obj` on every rank. All ranks of `group` must call this."""
+        """Return rank `src`'s `obj` on every rank. All ranks of `group` must call this."""
         channel = self.channel(group)
         if channel.world_size == 1:
             return obj
@@ -191,21 +197,20 @@ class Exchange:
     def all_gather_object(
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
     ) -> list[Any]:
-        """Every rank's `obj`, in rank order; `label` names the call where ranks make different ones. All
-        ranks of `group` must call this.
+        """Return every rank's `obj`, in rank order. All ranks of `group` must call this.
+
+        `label`: name of the call in errors.
         """
         from fabric.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
+        """Wait until all ranks call this. All ranks must call this, with the same `name`."""
         self.channel().check_barrier("barrier()" if name is None else f"barrier({name!r})")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or, with `all=False`, any rank) pass True as `decision`. All ranks must call
-        this.
-        """
+        """Whether all ranks pass True as `decision`; with `all=False`: any rank. All ranks must call this."""
         channel = self.channel()
         if channel.world_size == 1:
             return bool(decision)
@@ -217,7 +222,8 @@ class Exchange:
 
 
 def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """Return what `reduce_tree` gives on one rank: the tensors of `data` unchanged, numbers as new tensors.
+    """Return the result of `reduce_tree` on one rank: the tensors of `data` unchanged, numbers as new
+    tensors.
 
     Raises:
         ArgumentTypeError: As on several ranks.
@@ -227,11 +233,11 @@ def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = Fals
     op = torch_op("sum" if op is None else op)
     tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
     check_writable(tensors, op)
-    return _given(unflatten(tensors, spec, data), f"all_reduce({op_name(op)})", async_op)
+    return _as_handle(unflatten(tensors, spec, data), f"all_reduce({op_name(op)})", async_op)
 
 
 def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """Return what `gather_tree` gives on one rank: copies of shape (1, *shape).
+    """Return the result of `gather_tree` on one rank: copies of shape (1, *shape).
 
     Raises:
         ArgumentTypeError: A leaf that is no tensor and no number.
@@ -240,19 +246,19 @@ def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any
     tensors = to_tensors(leaves, channel.transport.device, "all_gather")
     rows = [t.detach().resolve_conj().resolve_neg()[None] for t in tensors]
     copies = [row.clone(memory_format=torch.contiguous_format) for row in rows]
-    return _given(unflatten(copies, spec, data), "all_gather", async_op)
+    return _as_handle(unflatten(copies, spec, data), "all_gather", async_op)
 
 
 @cache
-def _note_shape() -> None:
-    """Once in a process, on stderr: loops written for Lightning Fabric branch on the world size."""
+def _log_shape_once() -> None:
+    """Log once per process that the shape differs from Lightning Fabric's, whose loops branch on it."""
     print_line(
         "all_gather adds a first dimension of size world_size, on one process, too: (1, *shape). "
         "Lightning Fabric returns the tensor itself there. Write no branch on fabric.world_size."
     )
 
 
-def _given(result: Any, verb: str, async_op: bool) -> Any:
+def _as_handle(result: Any, verb: str, async_op: bool) -> Any:
     if not async_op:
         return result
     from fabric.collectives.handle import Handle

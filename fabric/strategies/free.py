@@ -1,5 +1,5 @@
-"""Gradients of what is in no model that was set up: `FreeParameters` averages those of set-up optimizers,
-and `StepCheck` refuses steps with those that nobody averages.
+"""Gradients of parameters that belong to no model that was set up. `FreeParameters` averages those of
+optimizers that were set up. `StepCheck` rejects steps whose gradients differ between ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 
 class FreeParameters:
-    """Averages gradients at the end of each outermost backward that changed them, also under
-    `no_backward_sync`: a mean of means is the mean, and the parameters are of no model.
+    """Averages gradients at the end of each outermost backward that changed them.
+
+    It does so under `no_backward_sync` too: that belongs to a model, and a mean of means is the mean.
 
     Args:
-        channel: The ranks that average.
+        channel: The ranks over which gradients are averaged.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -44,118 +45,118 @@ class FreeParameters:
         add_backward_listener(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
-        """Average these parameters, too, which get the first rank's values. All ranks must call this."""
+        """Register parameters, and broadcast the first rank's values. All ranks must call this."""
         new = [*parameters]
         broadcast_from_group_root(new, self._channel)
         self._refs.update({id(p): weakref.ref(p) for p in new})
 
-    def held(self) -> dict[int, Tensor]:
-        """The parameters that are still about, by id, in the order in which they were added."""
+    def alive(self) -> dict[int, Tensor]:
+        """Return the registered parameters that still exist, by id, in the order of registration."""
         return {key: p for key, ref in self._refs.items() if (p := tensor_of(ref)) is not None}
 
     def around_pass(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass, and average the gradients that it changed. All ranks must call this."""
-        before = {key: grad_version(p) for key, p in self.held().items()}
+        """Run a backward pass and average the gradients that it changed. All ranks must call this."""
+        before = {key: grad_version(p) for key, p in self.alive().items()}
         run(*args, **kwargs)
-        changed = {key: p for key, p in self.held().items() if grad_version(p) != before[key]}
+        changed = {key: p for key, p in self.alive().items() if grad_version(p) != before[key]}
         if changed:
-            places = ", ".join([str(place) for place, key in enumerate(before) if key in changed])
-            self._channel.check_call(call_of("backward", f"gradients of free parameters {places}"))
+            indices = ", ".join([str(index) for index, key in enumerate(before) if key in changed])
+            self._channel.check_call(call_of("backward", f"gradients of free parameters {indices}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
 
     def after_nested_pass(self) -> None:
-        """Nothing: the outermost pass averages."""
+        """Do nothing: gradients are averaged at the end of the outermost pass."""
 
 
 class StepCheck:
-    """Looks once at each optimizer of this process, before its first step.
+    """Checks each optimizer of this process once, before its first step.
 
-    The user may average gradients of parameters that no model has. So they are compared, once, after a
-    backward that all ranks made: `fabric.backward`, or one through a model that is set up.
+    The user may average gradients of parameters that belong to no model. So gradients are compared once
+    between ranks, after a backward that all ranks made: `fabric.backward`, or one through a set-up model.
 
     Args:
-        strategy: Its layout knows which gradients it averages.
+        strategy: Its layout returns which gradients it averages.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        # A strategy of others that sets modules up may average gradients that the layout does not know.
+        # A third-party strategy that overrides setup_module may average gradients outside the layout.
         self._is_ours = type(strategy).setup_module.__module__.startswith("fabric.")
-        self._unknown: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
-        self._unknown = weakref.WeakKeyDictionary()
+        self._unaveraged: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
+        self._unaveraged = weakref.WeakKeyDictionary()
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer; a closure makes gradients in the step.
+        """Check the gradients before a step of any optimizer, unless a closure computes them in the step.
 
         Raises:
-            UsageError: It would step with the gradients of this rank alone.
+            UsageError: The gradients are of this rank alone.
         """
-        unknown = self._unknown.get(optimizer)
-        if unknown is None:
-            unknown = self._unknown[optimizer] = self._look(optimizer)
-            if unknown:
+        unaveraged = self._unaveraged.get(optimizer)
+        if unaveraged is None:
+            unaveraged = self._unaveraged[optimizer] = self._unaveraged_parameters(optimizer)
+            if unaveraged:
                 after = weakref.WeakMethod(self.after_step)  # the optimizer may outlive the strategy
                 optimizer.register_step_post_hook(lambda *step: (call := after()) and call(*step))
-        if unknown and not _has_closure(args, kwargs):
-            self._compare(optimizer, unknown)
+        if unaveraged and not _has_closure(args, kwargs):
+            self._compare(optimizer, unaveraged)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After a step with a closure, which made the gradients.
+        """Check the gradients after a step with a closure, which computed them.
 
         Raises:
-            UsageError: They are those of this rank alone.
+            UsageError: The gradients are of this rank alone.
         """
-        if (unknown := self._unknown.get(optimizer)) and _has_closure(args, kwargs):
-            self._compare(optimizer, unknown)
+        if (unaveraged := self._unaveraged.get(optimizer)) and _has_closure(args, kwargs):
+            self._compare(optimizer, unaveraged)
 
-    def _look(self, optimizer: Any) -> list[Tensor]:
-        """The parameters whose gradients the layout does not average."""
-        reduced = self._strategy.layout.reduced() if self._is_ours else None
+    def _unaveraged_parameters(self, optimizer: Any) -> list[Tensor]:
+        """Return the parameters whose gradients the layout does not average."""
+        reduced = self._strategy.layout.reduced_parameters() if self._is_ours else None
         if reduced is None:
             return []
-        held = [p for p in parameters_of(optimizer) if p.requires_grad]
-        unknown = {id(p): p for p in held if id(p) not in reduced}
-        for stepping in [] if unknown else self._strategy.hooks["stepping"]:
+        alive = [p for p in parameters_of(optimizer) if p.requires_grad]
+        unaveraged = {id(p): p for p in alive if id(p) not in reduced}
+        for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:
             stepping(optimizer)
-        for module in self._strategy.modules if unknown else ():
-            found = _names(module, unknown)
+        for module in self._strategy.modules if unaveraged else ():
+            found = _names_of(module, unaveraged)
             if found and reduced.isdisjoint(map(id, module.parameters())):
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() trains {found} of {type(module).__name__}, whose "
                     "gradients are not averaged over ranks: the model that fabric.setup returned was "
                     "dropped. Write model, optimizer = fabric.setup(model, optimizer), and call that model."
                 )
-        return [*unknown.values()]
+        return [*unaveraged.values()]
 
-    def _compare(self, optimizer: Any, unknown: list[Tensor]) -> None:
-        """Raise on all ranks if gradients of a backward that all of them made differ between them."""
-        if not self._strategy.layout.joint:
+    def _compare(self, optimizer: Any, unaveraged: list[Tensor]) -> None:
+        """Raise on all ranks if gradients of a backward that all ranks made differ between ranks."""
+        if not self._strategy.layout.collective_backward:
             return
         kind, channel = type(optimizer).__name__, self._strategy.layout.channel
         channel.check_call(call_of(f"{kind}.step", "with gradients that fabric does not average"))
-        if any(differing([p.grad for p in unknown], channel)):
-            ids = {id(p): p for p in unknown}
+        if any(differing([p.grad for p in unaveraged], channel)):
+            ids = {id(p): p for p in unaveraged}
             modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in vars(o)]
-            owners = [module for module in modules if _names(module, ids)]
+            owners = [module for module in modules if _names_of(module, ids)]
             what, fix = f"{len(ids)} parameters", "optimizer = fabric.setup_optimizers(optimizer)"
             if owners:
                 owner = max(owners, key=lambda module: len([*module.modules()]))
-                what = f"{_names(owner, ids)} of {type(owner).__name__}"
+                what = f"{_names_of(owner, ids)} of {type(owner).__name__}"
                 fix = "loss_fn, loss_optimizer = fabric.setup(loss_fn, loss_optimizer)"
             raise UsageError(
                 f"{kind}.step() trains {what}, set up by no fabric.setup: the gradients are those of each "
                 f"rank alone, and differ. Write {fix}, or average them: fabric.all_reduce(p.grad). Where "
                 "each rank trains its own, write loss.backward() in the place of fabric.backward(loss)."
             )
-        if any([p.grad is not None for p in unknown]):
-            self._unknown[optimizer] = []
+        if any([p.grad is not None for p in unaveraged]):
+            self._unaveraged[optimizer] = []
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return len(args) > 1 or bool(kwargs)
 
 
-def _names(module: Module, ids: dict[int, Tensor]) -> str:
-    """The module's names of the parameters with these ids."""
+def _names_of(module: Module, ids: dict[int, Tensor]) -> str:
+    """Return the module's names of the parameters with these ids."""
     return ", ".join([name for name, p in module.named_parameters() if id(p) in ids])

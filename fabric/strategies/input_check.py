@@ -1,4 +1,4 @@
-"""`InputConsistencyCheck`: ranks that compute one thing together compare what they were called with."""
+"""`InputConsistencyCheck`: compares the inputs of ranks that must be called with the same data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fabric.core.tree import Spec
 
 _COMPARED = 2
-"""Calls with gradients in which ranks compare what is in their batches; later ones compare shapes."""
-_LOOKED_AT = 1 << 16
+"""Number of calls with gradients in which values are compared; later calls compare shapes only."""
+_CHECKSUM_ELEMENTS = 1 << 16
 
 
 class InputConsistencyCheck:
-    """Meets the other ranks of a row before each call of one model.
+    """A check before each call of one model that all ranks of a row pass the same inputs.
 
     Args:
         channel: The ranks that need the same data.
-        number: Of the model among those set up: ranks that call different ones compute different things.
-        name: Of the model, for messages.
+        number: Index of the model in the order of setup: ranks must call the same model.
+        name: Class name of the model, for errors.
     """
 
     def __init__(self, channel: Channel, number: int, name: str) -> None:
@@ -33,16 +33,17 @@ class InputConsistencyCheck:
         self._compared = 0
 
     def compare(self, verb: str, leaves: list[Any], spec: Spec) -> None:
-        """Compare structure, shapes and dtypes of the arguments; in the first calls also what is in them.
+        """Compare structure, shapes and dtypes of the arguments. All ranks of the channel must call this.
 
-        And in each call without gradients: there loops of ranks may have other numbers of batches.
+        Values are compared in the first calls, and in each call without gradients: evaluation loops of ranks
+        may have different numbers of batches.
 
         Raises:
             CollectiveMismatch: They differ; raised on all ranks.
         """
         trains = torch.is_grad_enabled()
-        drawn = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
-        what = format_tree(spec, drawn)
+        texts = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
+        what = format_tree(spec, texts)
         if self._compared < _COMPARED or not trains:
             self._compared += trains
             what = f"{what}{CONTENTS}{_checksum(leaves)}"
@@ -50,12 +51,12 @@ class InputConsistencyCheck:
 
 
 def _checksum(leaves: list[Any]) -> str:
-    """Return a checksum of the first elements of each tensor; copies them to the host."""
+    """Return a checksum of the first elements of each tensor, which are copied to the host."""
     value = 0
     for leaf in leaves:
         plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.grad_fn is None
-        # What was computed on a GPU may differ in the last bit.
+        # Floats computed on different GPUs may differ in the last bit.
         if plain and (leaf.device.type == "cpu" or not leaf.is_floating_point()):
-            some = leaf.detach().reshape(-1)[:_LOOKED_AT].cpu()
-            value = zlib.crc32(as_bytes(some).numpy().tobytes(), value)
+            head = leaf.detach().reshape(-1)[:_CHECKSUM_ELEMENTS].cpu()
+            value = zlib.crc32(as_bytes(head).numpy().tobytes(), value)
     return f"{value:08x}"

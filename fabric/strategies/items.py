@@ -1,4 +1,4 @@
-"""The number of items in the losses of one step, over all ranks."""
+"""Total number of items in the losses of one step, over all ranks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ if TYPE_CHECKING:
     from fabric.collectives.channel import Channel
 
 
-def total_items(count: float | int, part: int, channel: Channel, models: str) -> float | int:
-    """The sum of all ranks' counts, those of one part of the data once; exact for ints. All ranks.
+def total_items(count: float | int, shard: int, channel: Channel, models: str) -> float | int:
+    """Return the sum of the counts of all data shards, exact for ints. All ranks must call this.
 
     Args:
-        count: Of this rank; finite.
-        part: Which part of the data this rank has. Ranks that have the same one count alike.
+        count: Number of items of this rank; finite.
+        shard: Index of this rank's data shard. Ranks with the same shard must pass the same count.
         channel: All ranks.
-        models: Names of those whose gradients they are for.
+        models: Names of the models whose gradients are divided, for the call check.
 
     Raises:
-        CollectiveMismatch: Ranks that have the same part counted differently; on all ranks.
+        CollectiveMismatch: Ranks with the same shard passed different counts; on all ranks.
     """
     if channel.world_size == 1:
         return count
-    told = gather_objects((part, count), channel, f"normalize_gradients of {models}")
+    gathered = gather_objects((shard, count), channel, f"normalize_gradients of {models}")
     counts: dict[int, float | int] = {}
-    for place, each in told:
-        first = counts.setdefault(place, each)
-        # Sums of floats on two devices may differ by rounding.
+    for index, each in gathered:
+        first = counts.setdefault(index, each)
+        # Sums of floats on different devices may differ by rounding.
         if not (first == each or (isinstance(each, float) and math.isclose(first, each, rel_tol=1e-5))):
             lines = [
-                f"  rank {rank}: {n} items of part {at} of the data" for rank, (at, n) in enumerate(told)
+                f"  rank {rank}: {n} items of part {index} of the data"
+                for rank, (index, n) in enumerate(gathered)
             ]
             raise CollectiveMismatch(
                 "fabric.normalize_gradients: ranks that share a model and its data counted different items.\n"

@@ -1,4 +1,4 @@
-"""`Layout`: every parameter on this rank, nothing shared. The base of all layouts, plain torch by itself."""
+"""`Layout`: all parameters on this rank, no communication. The base class of all layouts."""
 
 from __future__ import annotations
 
@@ -29,112 +29,114 @@ if TYPE_CHECKING:
 
 
 class Layout(Part):
-    """Placement of parameters on ranks, and what depends on it: wrapping, gradient sync, clipping, state.
+    """Placement of parameters on ranks, and the operations that depend on it: wrapping of modules, gradient
+    synchronisation, clipping, state dicts.
 
-    A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied
-    with a model.
+    Strategies differ only in their layout. A layout belongs to one strategy. Copies of a model share it.
     """
 
     traits = Traits()
     devices: list[torch.device]
-    """Those of this machine."""
+    """The devices of this machine."""
     channel: Channel | None = None
-    """All ranks, for what a layout itself sends; there once this process is in place."""
+    """Channel of all ranks for messages of the layout; None before `setup_environment`."""
     keeps_full = True
-    """Whether this rank keeps the full values that it gathers, or only takes part."""
+    """Whether this rank keeps the full values that it gathers, or drops them."""
     replica_key: tuple[Any, ...] = ()
-    """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
+    """Ranks with the same key hold the same tensors of the model."""
     after_sync: Callable[..., None] | None = None
-    """`Part.synchronised` of the strategy's parts; None: no part has it."""
+    """`Part.synchronised` of the strategy's parts; None: no part overrides it."""
     gate: Any = None
-    """Open while `fabric.backward` runs."""
-    joint = False
-    """Whether the last outermost backward was one that all ranks make."""
-    free: FreeParameters | None = None
-    """Parameters of optimizers that no model has; None: there are none."""
-    keeps_parts = False
-    """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
+    """The strategy's `BackwardGate`, open while `fabric.backward` runs."""
+    collective_backward = False
+    """Whether all ranks made the last outermost backward."""
+    free_parameters: FreeParameters | None = None
+    """Parameters of optimizers that belong to no model; None: there are none."""
+    keeps_shards = False
+    """Whether states hold this rank's shards, and only the shapes of others' tensors: nothing is gathered."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
     def resolve(self, plan: Any) -> None:
-        """Note this machine's devices, of `plan`, before ranks start. Subclasses check sizes."""
+        """Set `devices` from the resolved arguments `plan`, before ranks start. Subclasses validate sizes."""
         self.devices = plan.devices
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that parameters lie on; None where there is none."""
+        """The device mesh of the parameters, or None."""
         return None
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """The module that the forward goes through; `module` itself where nothing is added."""
+        """Return the module whose forward is called; `module` itself if the layout adds no wrapper."""
         return module
 
     def remap_parameters(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that was made before its model was set up the parameters that it has now."""
+        """Replace the parameters of an optimizer that was made before setup by those that setup created."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that steps. All ranks must call this, after the models of its parameters."""
+        """Return the optimizer whose `step` is called. All ranks must call this, after their
+        models' setup.
+        """
         return optimizer
 
     def unwrap(self, wrapped: Module) -> Module:
-        """The module that `wrap` was given."""
+        """Return the module that was passed to `wrap`."""
         return wrapped
 
     @contextmanager
     def gathering(self, keep: bool, parts: bool = False) -> Iterator[None]:
-        """Context in which full states are gathered on all ranks, and kept by those that say so.
+        """Context in which all ranks gather full states; ranks that pass `keep` keep the values.
 
-        With `parts` nothing is gathered: see `keeps_parts`.
+        With `parts` nothing is gathered: see `keeps_shards`.
 
         Raises:
-            RuntimeError: The gradients that were clipped last had a norm that is not finite.
+            RuntimeError: The norm of the last clipped gradients was not finite.
         """
-        self.finite.look()
-        before = self.keeps_full, self.keeps_parts
-        self.keeps_full, self.keeps_parts = keep, parts
+        self.finite.check_pending()
+        before = self.keeps_full, self.keeps_shards
+        self.keeps_full, self.keeps_shards = keep, parts
         try:
             yield
         finally:
-            self.keeps_full, self.keeps_parts = before
+            self.keeps_full, self.keeps_shards = before
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
+        """Raise if rank zero, which writes, lacks values of this state. All ranks must call this."""
 
     def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise if an optimizer cannot take in more parameters after setup."""
+        """Raise if parameters cannot be added to an optimizer after setup."""
 
-    def reduced(self) -> set[int] | None:
-        """Ids of the parameters whose gradients are averaged over ranks; None: this layout averages no
-        others.
+    def reduced_parameters(self) -> set[int] | None:
+        """Return the ids of the parameters whose gradients are averaged over ranks, or None if this layout
+        does not restrict them.
         """
         return None
 
     def writes(self, optimizer: Optimizer) -> int:
         """Count the in-place changes of an optimizer's parameters between its last step and the current one.
 
-        0: none, or this layout sends no parameters after a step, which would hide a difference.
+        0: none, or this layout does not broadcast parameters after a step, which would hide a difference.
         """
         return 0
 
     def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        """By rank, the parameters that it owns as they were before the step in progress, of ranks for which
-        `writes` is not 0.
+        """Return for each rank its owned parameters as they were before the running step; only of ranks for
+        which `writes` is not 0.
         """
         return []
 
-    def add_free(self, parameters: list[Tensor]) -> None:
-        """Average, from now on, gradients of parameters that an optimizer has and no model. They get rank
-        zero's values. All ranks must call this.
+    def add_free_parameters(self, parameters: list[Tensor]) -> None:
+        """Register parameters that belong to an optimizer and no model: broadcast rank zero's values, and
+        average their gradients from now on. All ranks must call this.
         """
-        reduced = self.reduced()
+        reduced = self.reduced_parameters()
         free = {p: None for p in parameters if reduced is not None and id(p) not in reduced}
         if free and self.channel is not None and self.channel.world_size > 1:
             from fabric.strategies.free import FreeParameters
 
-            self.free = self.free or FreeParameters(self.channel)
-            self.free.add(free)
+            self.free_parameters = self.free_parameters or FreeParameters(self.channel)
+            self.free_parameters.add(free)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """Return the function that a forward of the wrapped module calls."""
@@ -145,12 +147,12 @@ class Layout(Part):
     ) -> Callable[..., Any]:
         """Return the function that a call of another method runs, so that its gradients are synchronised too.
 
-        `marked`: by `mark_forward_method`, so that it surely computes.
+        `marked`: whether the user marked it by `mark_forward_method`.
         """
         return method
 
     def model_method(self, wrapped: Module, name: str) -> Callable[..., Any] | None:
-        """A method that set-up models have beside their own; None: no such thing."""
+        """Return a method that the layout adds to models at setup, or None."""
         return None
 
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
@@ -158,19 +160,16 @@ class Layout(Part):
         return nullcontext()
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass (`run(tensor, *args, **kwargs)`) with what the layout needs before and after
-        it.
-        """
+        """Run a backward pass, `run(tensor, *args, **kwargs)`. Subclasses add work before and after it."""
         run(tensor, *args, **kwargs)
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; gives the norm before, of the whole
-        model.
+        """Scale the gradients to a total norm of at most `max_norm`; return the whole model's norm before.
 
         Raises:
-            RuntimeError: With `error_if_nonfinite`: it is not finite, or that of the call before (see
+            RuntimeError: With `error_if_nonfinite`: the norm is not finite, or that of the previous call (see
                 `FiniteNorms`).
         """
         from fabric.strategies.norms import scale_
@@ -183,61 +182,61 @@ class Layout(Part):
         return norm
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """The gradients, and their norm in the whole model. All ranks must call this."""
-        grads = self.own_gradients(parameters)
+        """Return this rank's gradients, and the norm of the whole model's. All ranks must call this."""
+        grads = self.local_gradients(parameters)
         return grads, torch.nn.utils.get_total_norm(grads, norm_type)
 
-    def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """The gradients, each once; of split ones this rank's parts, which are whole sums."""
+    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients, each once: of sharded ones this rank's shards, already reduced."""
         return [*{id(p.grad): p.grad for p in parameters if p.grad is not None}.values()]
 
     @cached_property
     def finite(self) -> FiniteNorms:
-        """The check of the norms of gradients."""
+        """The check that norms of gradients are finite."""
         from fabric.strategies.norms import FiniteNorms
 
         return FiniteNorms()
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        held = [p for p in parameters if p.grad is not None]
-        if held:  # torch takes no empty list
-            torch.nn.utils.clip_grad_value_(held, clip_value)
+        with_grad = [p for p in parameters if p.grad is not None]
+        if with_grad:  # torch raises for an empty list
+            torch.nn.utils.clip_grad_value_(with_grad, clip_value)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
-        """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""
+        """Raise if `parameters` have gradients that no backward has synchronised yet."""
 
     @torch.no_grad()
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
         """Divide every gradient by `divisor`, in place."""
         from fabric.strategies.norms import group_by_dtype_device
 
-        for group in group_by_dtype_device(self.own_gradients(parameters)).values():
+        for group in group_by_dtype_device(self.local_gradients(parameters)).values():
             foreach_div_(group, divisor)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
-        """Context around the construction of modules; `empty_init` leaves weights without values."""
+        """Context for constructing modules; `empty_init` leaves weights uninitialised."""
         return EmptyInit() if empty_init else nullcontext()
 
     def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
-        """The user's module as it would be on one rank, for ranks that `keep` it. All ranks must call this.
+        """Return the user's module as on one rank, or None on ranks without `keep`. All ranks must call this.
 
-        The very module, if nothing was changed in it; else a copy on `device`.
+        It is the module itself if setup changed nothing in it, else a copy on `device`.
         """
         from fabric.strategies.plain import is_plain, plain_copy
 
         if is_plain(module):
             return module if keep else None
         with self.gathering(keep):
-            values = self.whole_values(module)
+            values = self.full_tensors(module)
         return plain_copy(module, values, device) if keep else None
 
-    def whole_values(self, module: Module) -> dict[str, Tensor]:
-        """Tensors of the user's module that are not whole on each rank, by name. All ranks must call this."""
+    def full_tensors(self, module: Module) -> dict[str, Tensor]:
+        """Return the full values of the module's sharded tensors, by name. All ranks must call this."""
         return {}
 
     def module_state(self, module: Module) -> dict[str, Any]:
-        """The full state dict of the user's module."""
+        """Return the full state dict of the user's module. All ranks must call this."""
         return module.state_dict()
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
@@ -245,11 +244,11 @@ class Layout(Part):
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_method(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that a method runs which only the optimizer's own class has."""
+        """Return the function that a call of a method of the optimizer's subclass runs."""
         return method
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer."""
+        """Return the full state of an optimizer. All ranks must call this."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -259,4 +258,4 @@ class Layout(Part):
         optimizer.load_state_dict(map_tree(read_stored, state))
 
     def teardown(self) -> None:
-        """Release what the layout holds."""
+        """Release groups and other resources of the layout."""

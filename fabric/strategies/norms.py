@@ -1,6 +1,6 @@
-"""Norms of gradients: made and applied in few kernels, and an error for those that are not finite.
+"""Norms of gradients: computed and applied in few kernels, with an error for norms that are not finite.
 
-Called by layouts. Lets the host wait for no device.
+Called by layouts. No function synchronises the host with the device.
 """
 
 from __future__ import annotations
@@ -20,88 +20,88 @@ if TYPE_CHECKING:
 
 
 class FiniteNorms:
-    """The check of the norms that clipping gives: an error for one that is not finite.
+    """The check of the norms that clipping returns: an error for one that is not finite.
 
-    On the host at once. To look at a norm of a device, the host would wait for all that the device has still
-    to do, and the device then for the host. So it is looked at when the next one comes, or something is
-    saved: the device has then come to it, or has a whole step more to do. Which call raises does not depend
-    on time, so all ranks raise in the same one.
+    A norm on the host is checked at once. Reading a norm on a device would make the host wait for the device,
+    and then the device for the host. So it is copied asynchronously, and checked in the next call or before
+    the next save. The call that raises does not depend on timing, so all ranks raise in the same call.
     """
 
     def __init__(self) -> None:
-        self._late: tuple[Tensor, Any, float, str] | None = None
+        self._pending: tuple[Tensor, Any, float, str] | None = None
 
     def check(self, norm: Tensor, norm_type: float) -> None:
-        """Look at `norm`, now or later, and at the one before.
+        """Check `norm`, or copy it for a later check; check the pending one.
 
         Raises:
             RuntimeError: One of them is not finite.
         """
-        self.look()
-        if norm.device.type in ("cpu", "mps"):  # mps: torch has no pinned memory of it
+        self.check_pending()
+        if norm.device.type in ("cpu", "mps"):  # mps: torch has no pinned memory for it
             value = norm.item()
             if not math.isfinite(value):
-                raise RuntimeError(_text(norm_type, value) + ", so they cannot be clipped. " + _WAY_OUT)
+                raise RuntimeError(_describe(norm_type, value) + ", so they cannot be clipped. " + _FIX)
             return
         from fabric.core.source import user_line
 
         copy = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm.detach(), non_blocking=True)
         event = torch.Event(norm.device)
         event.record(torch.accelerator.current_stream(norm.device))
-        self._late = copy, event, norm_type, user_line()
+        self._pending = copy, event, norm_type, user_line()
 
-    def look(self) -> None:
-        """Look at the last norm of a device, if nobody has.
+    def check_pending(self) -> None:
+        """Check the last norm on a device, if it was not checked yet.
 
         Raises:
             RuntimeError: It is not finite.
         """
-        late, self._late = self._late, None
-        if late is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        copy, event, norm_type, line = late
+        copy, event, norm_type, line = pending
         if not event.query():
             event.synchronize()
         value = copy.item()
         if not math.isfinite(value):
             raise RuntimeError(
-                f"{_text(norm_type, value)}. They were clipped in the call before this one ({line}): the "
-                "host does not wait for the device to look at the norm. Optimizers that have stepped since "
-                f"have made parameters NaN with them: go on from a checkpoint of before. {_WAY_OUT}"
+                f"{_describe(norm_type, value)}. They were clipped in the call before this one ({line}): "
+                "norms on a device are checked one call later, so that the host does not wait. Steps since "
+                f"then made parameters NaN. Load a checkpoint from before that call. {_FIX}"
             )
 
 
-_WAY_OUT = "Pass error_if_nonfinite=False to scale them by it anyway."
+_FIX = "Pass error_if_nonfinite=False to scale them by it anyway."
 
 
-def _text(norm_type: float, value: float) -> str:
+def _describe(norm_type: float, value: float) -> str:
     return f"The total norm of order {norm_type} of the gradients of the whole model is {value} (non-finite)"
 
 
-def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, staging: Any) -> Tensor:
-    """The norm of tensors of which ranks have different ones, or parts. All ranks of the groups.
+def norm_over_ranks(shards: list[tuple[list[Tensor], list[Any]]], norm_type: float, staging: Any) -> Tensor:
+    """Return the norm of tensors that are distributed over ranks. All ranks of the groups must call this.
 
     Args:
-        spread: This rank's tensors, and the groups whose ranks have the others; the same groups on all ranks.
-        norm_type: Its order.
-        staging: The device that messages travel from.
+        shards: This rank's tensors, each list with the groups whose ranks hold the other tensors or shards.
+            The groups must be the same on all ranks.
+        norm_type: Order of the norm.
+        staging: Device from which messages are sent.
     """
     from fabric.collectives.ordered import from_ordered, to_ordered
 
     infinite = math.isinf(norm_type)
     wide = torch.float32 if torch.device(staging).type == "mps" else torch.float64
     powers = []
-    for tensors, groups in spread:
-        held = [tensor.detach() for tensor in tensors if tensor.numel()]
-        exact = torch.float64 if any([tensor.dtype == torch.float64 for tensor in held]) else torch.float32
+    for tensors, groups in shards:
+        nonempty = [tensor.detach() for tensor in tensors if tensor.numel()]
+        exact = torch.float64 if any([t.dtype == torch.float64 for t in nonempty]) else torch.float32
         each = (
-            torch.stack(foreach_norm(held, norm_type, dtype=exact))
-            if held
+            torch.stack(foreach_norm(nonempty, norm_type, dtype=exact))
+            if nonempty
             else torch.zeros(1, device=staging)
         )
         each = each.to(staging, wide)
         power = each.max() if infinite else each.pow(norm_type).sum()
-        if infinite:  # backends lose NaN in a maximum
+        if infinite:  # the maximum of some backends ignores NaN
             power = to_ordered(power, largest=True)
         for group in groups:
             dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
@@ -120,7 +120,7 @@ def scale_(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
 def group_by_dtype_device(
     tensors: Iterable[Tensor],
 ) -> dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]]:
-    """Tensors by what one kernel can work on."""
+    """Return the tensors grouped so that one foreach kernel can process each group."""
     groups: dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device, tensor.layout), []).append(tensor)

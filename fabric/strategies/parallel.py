@@ -1,4 +1,4 @@
-"""`ParallelStrategy`: several ranks. Places this process among them and holds their process group."""
+"""`ParallelStrategy`: the base of strategies of several ranks. Sets the rank and the process group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ START_METHODS = get_args(StartMethod)
 
 
 class Processes(TypedDict, total=False):
-    """Keywords that all strategies of several ranks share."""
+    """Keyword arguments that all strategies of several ranks have."""
 
     accelerator: Accelerator | None
     parallel_devices: list[torch.device] | None
@@ -61,18 +61,18 @@ class Processes(TypedDict, total=False):
 
 
 class ParallelStrategy(Strategy):
-    """Several ranks, each a process with one device, or with all devices of its machine.
+    """Several ranks; each is a process with one device, or with all devices of its machine.
 
     Args:
         accelerator: As in `Strategy`.
-        parallel_devices: The devices of this machine's ranks; None: chosen by `Fabric`.
-        cluster_environment: Who this process is; None: detected.
+        parallel_devices: The devices of this machine; None: chosen by `Fabric`.
+        cluster_environment: Source of this process's rank and world size; None: detected.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
-        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: the one for the devices.
         timeout: How long a collective waits for the other ranks.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
+        startup_timeout: How long ranks wait for each other at startup.
 
     Raises:
         ConfigurationError: Unknown `start_method`.
@@ -107,9 +107,9 @@ class ParallelStrategy(Strategy):
         start_method: str,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        """Set how ranks are launched, connect, and divide sequences.
+        """Set the arguments of launching, of the process group and of context parallelism.
 
-        Subclasses whose arguments are in another order call it, too.
+        Also called by subclasses whose arguments have another order.
 
         Raises:
             ConfigurationError: Unknown `start_method`.
@@ -121,15 +121,15 @@ class ParallelStrategy(Strategy):
             )
         if not isinstance(context_parallel, Part | None):
             raise ArgumentTypeError(
-                f"context_parallel={context_parallel!r} must be a ContextParallel. Write "
-                "ContextParallel(2) for two ranks that share a sequence."
+                f"context_parallel={context_parallel!r} is no ContextParallel. Write "
+                "context_parallel=ContextParallel(2) for two ranks that share a sequence."
             )
         self._backend = backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout
         self.start_method = start_method
         self.context_parallel = context_parallel
-        self.given_parts = [] if context_parallel is None else [context_parallel]
+        self.argument_parts = [] if context_parallel is None else [context_parallel]
 
     @property
     def num_processes(self) -> int:
@@ -138,8 +138,8 @@ class ParallelStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """torch's backend: the one given, FABRIC_PROCESS_GROUP_BACKEND, or what fits the device (gloo
-        beside nccl).
+        """torch's backend: the argument, FABRIC_PROCESS_GROUP_BACKEND, or the one for the device (with gloo
+        for host tensors).
         """
         chosen = self._backend or os.environ.get("FABRIC_PROCESS_GROUP_BACKEND")
         if chosen or self._accelerator is None:
@@ -154,34 +154,34 @@ class ParallelStrategy(Strategy):
 
     @property
     def data_group(self) -> Any | None:
-        """The ranks that see different data; None: all of them."""
-        return self.shared_data[1] if self.shared_data else None
+        """The process group of ranks that read different data; None: all ranks."""
+        return self.data_placement[1] if self.data_placement else None
 
     @property
     def model_parallel_size(self) -> int:
-        """The number of consecutive ranks that see the same data: of a pipeline, or of a shared sequence."""
+        """The number of consecutive ranks that read the same data (stages of a pipeline, for example)."""
         return 1 if self.data_group is None else self.topology.world_size // self.data_rank[1]
 
     @property
     def launcher(self) -> Launcher | None:
-        """The launcher of the other processes; None if something else started them."""
+        """The launcher of the other processes; None if they were started externally."""
         return self._launcher
 
     def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
-            ConfigurationError: Sizes that do not fit the number of ranks.
+            ConfigurationError: A size does not fit the number of ranks.
         """
         super().bind(plan)
         self.num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
         self._init_topology()
-        mark_rank()  # before `launch`, too, the loop may start processes
+        mark_rank()  # here, since the loop may start processes before `launch`
 
     def setup_environment(self) -> None:
-        """Find this rank's place, set its device and threads, and join the process group. All ranks must call
-        this.
+        """Set this rank's topology, device and threads, and join the process group. All ranks must
+        call this.
         """
         self._init_topology()
         super().setup_environment()
@@ -192,20 +192,24 @@ class ParallelStrategy(Strategy):
             self._join_group()
         group = self.process_group
         self.collective = TorchCollective(group=group)
-        inside = self.collective.world_size > 0  # else its first call of all ranks is refused
-        self.transport = transport_of(self.root_device, dist.get_backend_config(group if inside else None))
-        if group is not None and inside:
-            own, job = self.collective, (self.topology.rank, self.topology.world_size)
-            self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
+        is_member = self.collective.world_size > 0  # on other ranks the first collective raises
+        self.transport = transport_of(self.root_device, dist.get_backend_config(group if is_member else None))
+        if group is not None and is_member:
+            members, job = self.collective, (self.topology.rank, self.topology.world_size)
+            self.topology = replace(
+                self.topology, rank=members.rank_in_group, world_size=members.world_size, job=job
+            )
         if dist.get_world_size() > 1:
             found = [find_slice(name) for name in PARTS]
-            self.joined_parts = [slice.make_part(self) for slice in found if slice is not None]
+            self.slice_parts = [slice.make_part(self) for slice in found if slice is not None]
             if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-                with suppress(OSError):  # a stream that is no file
-                    faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line
+                with suppress(OSError):  # stderr is no file
+                    faulthandler.enable(
+                        sys.__stderr__
+                    )  # prints the line in which a backend aborts the process
 
     def teardown(self) -> None:
-        """Let go of the process group, if this strategy made it."""
+        """Destroy the process group, if this strategy created it."""
         from fabric.collectives.handle import report_unwaited
 
         report_unwaited()
@@ -218,30 +222,30 @@ class ParallelStrategy(Strategy):
             self.cluster_environment.teardown()
 
     def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's process group; None: of all ranks of the strategy."""
-        own = self.process_group or dist.group.WORLD
-        return self.collective if group is None or group is own else TorchCollective(group=group)
+        """Return the collective of a user's process group; None: of all ranks of the strategy."""
+        default = self.process_group or dist.group.WORLD
+        return self.collective if group is None or group is default else TorchCollective(group=group)
 
     def make_channel(self, group: Any | None) -> Channel:
-        """The channel of a group: a user's may have other backends than that of all ranks."""
+        """Return the channel of a group, which may have other backends than the default group."""
         collective = self.group_collective(group)
-        if collective is self.collective or collective.world_size < 1:  # whose call is refused
+        if collective is self.collective or collective.world_size < 1:  # no member: the collective raises
             return Channel(collective, self.transport)
         return Channel(collective, transport_of(self.root_device, dist.get_backend_config(group)))
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
+        """Wait until all ranks call this. All ranks must call this, with the same `name`."""
         super().barrier(name)
-        here = self.transport.staging_device
-        if here.type != "cpu" or self.collective.guard is None:
-            # Frames are exchanged on the host: wait for the work of the device, too.
-            self.collective.barrier(device_ids=None if here.index is None else [here.index])
+        device = self.transport.staging_device
+        if device.type != "cpu" or self.collective.guard is None:
+            # The call check runs on the host; this waits for the devices, too.
+            self.collective.barrier(device_ids=None if device.index is None else [device.index])
 
     def _init_topology(self) -> None:
         environment, devices = self.cluster_environment, self.parallel_devices
         if environment is None or not devices:
             raise ConfigurationError(
-                f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
+                f"{type(self).__name__} belongs to no Fabric yet. Pass it as Fabric(strategy=...)."
             )
         count = self.num_processes
         environment.set_global_rank(environment.node_rank() * count + environment.local_rank())
@@ -265,7 +269,7 @@ class ParallelStrategy(Strategy):
         rank_zero_only.rank = self.topology.rank
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the function that `optimizer.step` runs; LBFGS gets the mean of the closures over ranks."""
+        """Return the function that `optimizer.step` runs. LBFGS uses the mean of the losses over ranks."""
         plan = super().step_plan(optimizer)
         if self.topology.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS):
             return plan
@@ -276,47 +280,49 @@ class ParallelStrategy(Strategy):
     ) -> Any:
         def mean() -> Any:
             loss = closure()
-            own = loss.detach().clone() if torch.is_tensor(loss) else torch.tensor(loss, dtype=torch.float64)
-            return self.all_reduce(own, self.data_group)
+            is_tensor = torch.is_tensor(loss)
+            local = loss.detach().clone() if is_tensor else torch.tensor(loss, dtype=torch.float64)
+            return self.all_reduce(local, self.data_group)
 
         return optimizer.step(mean, **kwargs) if plan is None else plan(optimizer, closure=mean, **kwargs)
 
     def _join_group(self) -> None:
-        # Its functions take the default group as default argument: imported later (by torch's compiler, from
-        # an optimizer) they hold it for ever. A group that outlives its destruction keeps the backend's
-        # threads, and one that needs the GIL while the interpreter ends makes the process end by SIGABRT.
+        # The functions of this module have the default group as default argument. If torch's compiler imports
+        # it later, they keep a reference to the group and so the threads of the backend. A thread that needs
+        # the GIL during interpreter shutdown makes the process exit by SIGABRT.
         import torch.distributed.nn.functional  # noqa: F401
 
-        here, environment = self.topology, self.cluster_environment
-        # Two connections to each other rank, rank zero's three for its store, and as many again for groups.
-        if not allow_open_files(needed := 256 + 8 * here.world_size):
+        topology, environment = self.topology, self.cluster_environment
+        rank, world_size = topology.rank, topology.world_size
+        # Two connections per rank, three more on rank zero for its store, and as many again for groups.
+        if not allow_open_files(needed := 256 + 8 * world_size):
             rank_zero_warn(
-                f"{here.world_size} ranks may need {needed} open files each, more than the system allows. "
-                "If one fails by `Too many open files`, raise the hard limit (ulimit -Hn)."
+                f"{world_size} ranks may need {needed} open files each, more than the system allows. If a "
+                "rank fails with `Too many open files`, raise the hard limit (ulimit -Hn)."
             )
-        store = rendezvous(environment, here.rank, here.world_size, self.startup_timeout)  # type: ignore[arg-type]
+        store = rendezvous(environment, rank, world_size, self.startup_timeout)  # type: ignore[arg-type]
         with collectives_recorded(), private_sockets():
             dist.init_process_group(
-                _with_host(self.process_group_backend, here.device),
+                _with_host(self.process_group_backend, topology.device),
                 store=store,
-                rank=here.rank,
-                world_size=here.world_size,
+                rank=rank,
+                world_size=world_size,
                 timeout=self.process_group_timeout,
             )
         self.made_group = True
-        # Groups that stand at exit make torch print a warning.
+        # torch prints a warning for groups that are not destroyed at exit.
         atexit.register(self.teardown)
 
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         if environment.creates_processes_externally:
             return None
-        own: Launcher | None = environment.make_launcher(self)
-        if own is not None:
-            return own
+        launcher: Launcher | None = environment.make_launcher(self)
+        if launcher is not None:
+            return launcher
         if not isinstance(environment, LocalEnvironment):
             raise ConfigurationError(
-                f"{type(environment).__name__} says that nobody started the processes, and only "
-                "LocalEnvironment can be launched from. Let creates_processes_externally be True, or leave "
+                f"{type(environment).__name__}.creates_processes_externally is False, and only "
+                "LocalEnvironment can start processes. Return True there, override make_launcher, or leave "
                 "the environment out."
             )
         if self.start_method == "popen":
@@ -324,18 +330,18 @@ class ParallelStrategy(Strategy):
 
             return ScriptLauncher(environment, self.num_processes, self.num_nodes)
         functions = use_slice("functions")
-        made: Launcher = functions.MultiprocessLauncher(
+        multiprocess: Launcher = functions.MultiprocessLauncher(
             environment, self.num_processes, self.start_method, self.num_nodes
         )
-        return made
+        return multiprocess
 
     def __getstate__(self) -> dict[str, Any]:
-        # A group belongs to its process; a spawned rank joins anew.
-        own = {"made_group": False, "collective": TorchCollective()}
-        return {**super().__getstate__(), **own}
+        # A process group belongs to its process; a spawned rank joins its own.
+        fresh = {"made_group": False, "collective": TorchCollective()}
+        return {**super().__getstate__(), **fresh}
 
 
 def _with_host(backend: str, device: torch.device) -> str:
-    """The backend with gloo for what is on the host, where it sends from the device alone."""
+    """Return the backend, with gloo for host tensors if it supports only device tensors."""
     capable = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     return backend if ":" in backend or "cpu" in capable else f"cpu:gloo,{device.type}:{backend}"

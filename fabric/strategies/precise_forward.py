@@ -1,8 +1,7 @@
-"""Forward plans: what runs between `model(x)` and the user's `forward`. Composed once, at setup.
+"""Forward plans of precisions: the callables between `model(x)` and the user's `forward`, made at setup.
 
-A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure,
-so that deepcopy, pickle and torch.compile work). Each stage adds one frame; the identity is not built. Loaded
-only where a precision adds something.
+A plan is an object with `__call__`, not a closure, so that deepcopy, pickle and torch.compile work. Each
+plan adds one stack frame. This module is imported only for a precision that converts or autocasts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Tensor, _FLOAT = torch.Tensor, torch.float32
 
 
 def precision_plan(precision: Precision, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with the precision around it, which adds something."""
+    """Return `call` with the precision's conversions or autocast around it."""
     kind = type(precision)
     if isinstance(precision, MixedPrecision) and not overridden(kind, MixedPrecision, *CONVERSIONS):
         return AutocastForward(call, precision.device, precision.dtype, precision.output_dtype)
@@ -35,7 +34,7 @@ def precision_plan(precision: Precision, call: Callable[..., Any]) -> Callable[.
 
 
 class AutocastForward:
-    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float outputs in `output`."""
+    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float outputs cast to `output`."""
 
     __slots__ = ("_cast_input", "_cast_output", "call", "device_type", "dtype", "output")
 
@@ -50,7 +49,7 @@ class AutocastForward:
         self._cast_output = CastTo(output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the call; `output` None means "as computed"."""
+        """Run the call; with `output` None outputs keep their dtype."""
         # One plain float32 tensor is the common case, and costs no frame.
         if kwargs or len(args) != 1 or type(args[0]) is not _Tensor or args[0].dtype is not torch.float32:
             args, kwargs = self._cast_input.arguments(args, kwargs)
@@ -58,7 +57,7 @@ class AutocastForward:
             with torch.autocast(self.device_type, self.dtype):
                 out = self.call(*args, **kwargs)
         else:
-            # What `with torch.autocast` does, at a third of its cost: all that it checks is known since
+            # The same as `with torch.autocast` at a third of its cost: its argument checks were made at
             # setup.
             kind = self.device_type
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -83,7 +82,7 @@ class AutocastForward:
 
 
 class CastForward:
-    """The plan of "64-true", "16-true", "bf16-true": inputs in `dtype`, which is the default inside."""
+    """The plan of "64-true", "16-true", "bf16-true": inputs cast to `dtype`, torch's default dtype inside."""
 
     __slots__ = ("_cast_input", "_cast_output", "call", "dtype")
 
@@ -94,7 +93,7 @@ class CastForward:
         self._cast_output = CastTo(output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the call with `dtype` as torch's default dtype, restored whatever happens."""
+        """Run the call with `dtype` as torch's default dtype; restore it also after an error."""
         args, kwargs = self._cast_input.arguments(args, kwargs)
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -115,7 +114,7 @@ class PluginForward:
         self.precision = precision
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the call between the plugin's own conversions."""
+        """Run the call between the plugin's conversions."""
         precision = self.precision
         args, kwargs = precision.convert_input((args, kwargs))
         with precision.forward_context():
@@ -123,5 +122,5 @@ class PluginForward:
         return precision.convert_output(out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PluginForward:
-        # A copied model shares the plugin: what it holds (a loss scale) is of the job, not of a model.
+        # A copied model shares the plugin, whose state (a loss scale) belongs to the job, not to a model.
         return PluginForward(deepcopy(self.call, memo), self.precision)

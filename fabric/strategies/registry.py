@@ -7,7 +7,7 @@ from typing import Any
 from fabric.core.registry import Registry
 
 STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
-"""Factories of strategies by name; third parties add theirs here or by an entry point."""
+"""Factories of strategies by name; third parties register theirs here or by an entry point."""
 
 _StrategyRegistry = Registry  # Lightning Fabric's name for it
 
@@ -28,15 +28,15 @@ _NAMES: list[tuple[str, str, str, dict[str, Any]]] = [
         "one process per machine: dp in it, ddp across machines",
         {},
     ),
-    ("fsdp", _FSDP, "parameters, gradients and optimizer states split (FSDP2)", {}),
+    ("fsdp", _FSDP, "parameters, gradients and optimizer states sharded (FSDP2)", {}),
     ("zero3", _FSDP, "the same as fsdp", {}),
-    ("fsdp_cpu_offload", _FSDP, "fsdp in host memory", {"cpu_offload": True}),
-    ("zero2", _FSDP, "gradients and optimizer states split over ranks", _GRADIENTS),
+    ("fsdp_cpu_offload", _FSDP, "fsdp with parameters in host memory", {"cpu_offload": True}),
+    ("zero2", _FSDP, "gradients and optimizer states sharded", _GRADIENTS),
     ("ddp_sharded", _FSDP, "the same as zero2", _GRADIENTS),
     ("hsdp", _FSDP, "fsdp within each node", {"sharding_strategy": "HYBRID_SHARD"}),
-    ("zero1", "zero1.strategy:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
-    ("local_sgd", "local_sgd.strategy:LocalSGDStrategy", "ranks go on from their mean every 16 steps", {}),
-    ("pipeline", "pipeline.strategy:PipelineStrategy", "a model in stages, fed with micro-batches", {}),
+    ("zero1", "zero1.strategy:ZeRO1Strategy", "DDP with optimizer states sharded", {}),
+    ("local_sgd", "local_sgd.strategy:LocalSGDStrategy", "ranks average their parameters every 16 steps", {}),
+    ("pipeline", "pipeline.strategy:PipelineStrategy", "a model in stages, run on micro-batches", {}),
     ("horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP by Horovod", {}),
     ("xla", _XLA, "torch_xla's: an error", {"asked": "xla", "instead": "ddp"}),
     ("xla_fsdp", _XLA, "torch_xla's: an error", {"asked": "xla_fsdp", "instead": "fsdp"}),
@@ -48,7 +48,7 @@ for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_note
     _unused = {**_how, "find_unused_parameters": True}
     _NAMES += [
         (f"ddp{_suffix}", _DDP, f"DDP, started by {_method}", _how),
-        (f"ddp_find_unused_parameters_true{_suffix}", _DDP, "DDP that looks", _unused),
+        (f"ddp_find_unused_parameters_true{_suffix}", _DDP, "DDP that finds unused parameters", _unused),
     ]
 
 _STATES: dict[str, Any] = {"offload_optimizer": True}

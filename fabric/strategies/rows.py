@@ -1,4 +1,4 @@
-"""Ranks in rows of one size: ranks of a row work on the same data, and rows see different data."""
+"""Meshes of rows of ranks: the ranks of a row share their data, and rows are data parallel."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class DataParallelMesh:
-    """Base of objects that have a mesh with rows along its first dimension."""
+    """Base class of objects with a mesh whose first dimension is data parallel."""
 
     mesh: DeviceMesh | None
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
-        """(this rank's row, of how many): which part of the data it sees; None before there is a mesh."""
+        """(index of this rank's row, number of rows): its shard of the data; None before `join`."""
         return None if self.mesh is None else (self.mesh.get_local_rank(0), self.mesh.size(0))
 
     @property
     def data_group(self) -> ProcessGroup | None:
-        """The ranks that see different data."""
+        """The process group of ranks that read different data."""
         return None if self.mesh is None else self.mesh.get_group(0)
 
 
 def check_number(name: str, value: Any, least: int = 1) -> None:
-    """Raise unless the argument is a whole number.
+    """Raise unless the argument `name` is a whole number of at least `least`.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: It is no whole number.
         ConfigurationError: It is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
@@ -42,17 +42,17 @@ def check_number(name: str, value: Any, least: int = 1) -> None:
         raise ConfigurationError(f"{name}={value!r} must be {least} or more.")
 
 
-def check_rows(size: int, world_size: int, rows: str, instead: str) -> int:
-    """The size of a row.
+def check_divisible(size: int, world_size: int, rows: str, instead: str) -> int:
+    """Return `size`, if it divides the number of ranks.
 
     Args:
-        size: As it was asked for.
-        world_size: How many ranks there are.
-        rows: What rows of this size are, in words.
-        instead: How to write another size.
+        size: Number of ranks per row.
+        world_size: Number of ranks.
+        rows: Name of such rows, for the error.
+        instead: The argument that sets the size, for the error.
 
     Raises:
-        ConfigurationError: The ranks cannot be divided into such rows.
+        ConfigurationError: `size` does not divide `world_size`.
     """
     if world_size % size:
         raise ConfigurationError(
@@ -62,8 +62,8 @@ def check_rows(size: int, world_size: int, rows: str, instead: str) -> int:
     return size
 
 
-def make_rows(topology: Topology, size: int, names: tuple[str, str]) -> DeviceMesh:
-    """The mesh of rows x ranks of a row. All ranks must call this."""
+def make_data_parallel_mesh(topology: Topology, size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return the mesh of shape (rows, ranks per row). All ranks must call this."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(topology.device.type, (topology.world_size // size, size), mesh_dim_names=names)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything on one device, nothing shared.
+    """All tensors on one device, in one process.
 
     Args:
         device: The device ("cpu", "cuda:1", a torch.device); None: chosen by `Fabric`.

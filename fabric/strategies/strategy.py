@@ -1,7 +1,6 @@
-"""`Strategy`: the composition of parts, and what each verb of Fabric does with them. Complete for one device.
+"""`Strategy`: a composition of parts that implements Fabric's verbs. Complete for one device.
 
-Recipes choose parts; users override methods. An override of a method that a plan would skip is noticed at
-setup.
+Subclasses choose parts, and users override methods. Setup detects overridden methods and calls them.
 """
 
 from __future__ import annotations
@@ -42,23 +41,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `resolve`, with which a strategy is completed (`bind`)."""
+    """Resolved arguments of `Fabric(...)`, passed to `Strategy.bind`."""
 
     strategy: Any
     accelerator: Accelerator
     devices: list[torch.device]
-    """Those of this machine."""
+    """The devices of this machine."""
     num_nodes: int
     precision: Precision
     environment: ClusterEnvironment
     checkpoint_io: CheckpointIO | None
-    """None: the strategy's own."""
+    """None: that of the strategy."""
     parts: Sequence[Part] = ()
-    """Further ones, of `Fabric(plugins=...)`."""
+    """Additional parts, from `Fabric(plugins=...)`."""
 
 
 class BackwardGate:
-    """Open while `fabric.backward` runs. Outputs that `GuardedForward` guards refuse a backward past it."""
+    """A flag, open while `fabric.backward` runs. Outputs of `GuardedForward` raise in a backward
+    without it.
+    """
 
     __slots__ = ("open",)
 
@@ -66,24 +67,24 @@ class BackwardGate:
         self.open = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
-        return self  # `fabric.backward` opens one gate for a model and its copies
+        return self  # a model and its copies share one gate
 
 
 class Strategy(Checkpoints):
     """Placement of models, optimizers and data on devices and ranks: a composition of parts.
 
     Args:
-        accelerator: Where tensors live; None: chosen by `Fabric`.
-        checkpoint_io: How checkpoints reach storage; None: one file by torch.save.
+        accelerator: Type of the devices; None: chosen by `Fabric`.
+        checkpoint_io: Writes and reads checkpoints; None: one file by torch.save.
         precision: Dtypes and loss scaling; None: chosen by `Fabric`.
     """
 
     parallel_devices: list[torch.device] | None = None
-    """Those of this machine; None: chosen by `Fabric`."""
+    """The devices of this machine; None: chosen by `Fabric`."""
     cluster_environment: ClusterEnvironment | None = None
-    """Who this process is; None: detected."""
+    """Source of this process's rank and world size; None: detected."""
     replica_check: bool | int = True
-    """When ranks compare their replicas; see `Fabric`."""
+    """How often ranks compare their replicas; see `Fabric`."""
 
     def __init__(
         self,
@@ -92,11 +93,11 @@ class Strategy(Checkpoints):
         precision: Precision | None = None,
     ) -> None:
         self.layout: Layout = Layout()
-        self.given_parts: list[Part] = []
-        """Those that arguments ask for."""
+        self.argument_parts: list[Part] = []
+        """Parts that come from arguments, such as `context_parallel=`."""
         self.topology = Topology()
         super().__init__()
-        self.given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
+        self.arguments = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
         self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
@@ -113,7 +114,7 @@ class Strategy(Checkpoints):
 
     @property
     def traits(self) -> Traits:
-        """Requirements of this strategy on its callers."""
+        """Properties of the layout that callers depend on."""
         return self.layout.traits
 
     @property
@@ -123,27 +124,27 @@ class Strategy(Checkpoints):
 
     @property
     def global_rank(self) -> int:
-        """This process among all, from 0."""
+        """Rank of this process in the job."""
         return self.topology.job_rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine, from 0."""
+        """Rank of this process within its machine."""
         return self.topology.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine among all, from 0."""
+        """Index of this machine."""
         return self.topology.node_rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes of the job."""
         return self.topology.job_size
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """The accelerator that holds the tensors; None before it is chosen."""
+        """The accelerator; None before it is chosen."""
         return self._accelerator
 
     @property
@@ -160,91 +161,93 @@ class Strategy(Checkpoints):
     @property
     def parts(self) -> list[Any]:
         """The parts of this strategy, in the order in which they are called."""
-        return [self.layout, self._precision, *self.given_parts, *self.joined_parts]
+        return [self.layout, self._precision, *self.argument_parts, *self.slice_parts]
 
     def parts_with(self, hook: str) -> list[Any]:
         """Return the parts that override this hook."""
         return [part for part in self.parts if overridden(type(part), Part, hook)]
 
     def find_part(self, name: str) -> Any | None:
-        """Return the part of this name; None: there is none."""
+        """Return the part of this name, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
     @property
     def layout_loads(self) -> bool:
-        """Whether the layout takes part when a model's state dict is loaded."""
+        """Whether the layout overrides how a model's state dict is loaded."""
         return overridden(type(self.layout), Layout, "load_module_state")
 
     @property
     def launcher(self) -> Launcher | None:
-        """The launcher of the other processes; None if there are none to start."""
+        """The launcher of the other processes; None if there is nothing to launch."""
         return None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that parameters lie on; None where there is none."""
+        """The device mesh of the parameters, or None."""
         return self.layout.device_mesh
 
     @property
     def data_rank(self) -> tuple[int, int]:
-        """(which part of the data this rank sees, of how many)."""
-        return self.shared_data[0] if self.shared_data else (self.topology.rank, self.topology.world_size)
+        """(index of this rank's data shard, number of shards)."""
+        return (
+            self.data_placement[0] if self.data_placement else (self.topology.rank, self.topology.world_size)
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """`num_replicas` and `rank` by which loaders are sharded; None where all ranks see all data."""
+        """`num_replicas` and `rank` by which loaders are sharded; None: all ranks read all data."""
         return None
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already in
-        place.
+        """Complete the composition by the resolved arguments; called once, by `Fabric`.
 
         Raises:
-            ConfigurationError: This strategy belongs to another `Fabric`; sizes that do not fit the ranks.
+            ConfigurationError: This strategy belongs to another `Fabric`, or a size does not fit the number
+                of ranks.
         """
         if self._bound:
             raise ConfigurationError(
                 f"This {type(self).__name__} belongs to another Fabric, whose precision and devices it "
-                "holds. Make a new one for each Fabric."
+                "stores. Create a strategy for each Fabric."
             )
         self._bound = True
         self._accelerator = plan.accelerator
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
-        self.given_parts = [*self.given_parts, *plan.parts]
+        self.argument_parts = [*self.argument_parts, *plan.parts]
         for resolve in hooks_of(self.parts)["resolve"]:
             resolve(plan)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
-        self.transport = Exchange.make_transport(self)  # a group's backend is asked when the group stands
+        self.transport = Exchange.make_transport(self)  # replaced once the process group exists
 
     def setup_environment(self) -> None:
-        """Bring this process in place: its device, and its group where there are several ranks. All ranks
-        must call this.
+        """Set this process's device, join the process group, and set up all parts. All ranks must
+        call this.
         """
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
-        self.compared = facts_of(self.parts)
+        self.facts_part = facts_of(self.parts)
         self.hooks = hooks_of(self.parts)
         self.layout.channel, self.layout.gate = self.channel(), self.gate
         self.layout.after_sync = composed(self.hooks["synchronised"])
         for join in self.hooks["join"]:
             join(self)
         deciding = [part for part in reversed(self.parts) if part.data_rank is not None]
-        self.shared_data = next(((part.data_rank, part.data_group) for part in deciding), None)
+        self.data_placement = next(((part.data_rank, part.data_group) for part in deciding), None)
 
     def _join_ranks(self) -> None:
-        """Join the process group, where there are several ranks."""
+        """Join the process group, in strategies of several ranks."""
 
     def teardown(self) -> None:
-        """Let go of groups, files and settings that this strategy took."""
+        """Release groups, files and settings of this strategy."""
         self.snapshot = None
         for part in self.parts:
             part.teardown()
-        self.layout.free, self.layout.joint = None, False
-        self.joined_parts, self.shared_data = [], None
+        self.layout.free_parameters, self.layout.collective_backward = None, False
+        self.slice_parts, self.data_placement = [], None
         self.hooks = hooks_of(self.parts)
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()
@@ -252,14 +255,14 @@ class Strategy(Checkpoints):
             self._accelerator.teardown()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """New tensors on the root device in the dtype of the precision."""
+        """Context in which new tensors are on the root device, in the dtype of the precision."""
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.tensor_init_context())
         return stack
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the root device in the dtype of the precision; `empty_init` draws no values."""
+        """Context in which new modules are on the root device, in the precision's dtype."""
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.module_init_context())
@@ -267,24 +270,24 @@ class Strategy(Checkpoints):
         return stack
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
-        """Context in which `run()` builds its modules."""
+        """Context in which `Fabric.run` constructs its modules."""
         return self.layout.init_context(empty_init=None)
 
     def setup_module(self, module: Module) -> Module:
-        """The module that forwards go through. All ranks must call this."""
+        """Return the module whose forward is called. All ranks must call this."""
         wrap = partial(self.layout.wrap, topology=self.topology)
         for setup in self.hooks["setup"]:
             wrap = partial(setup, wrap=wrap)
         return wrap(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that steps. All ranks must call this."""
+        """Return the optimizer whose `step` is called. All ranks must call this."""
         return self.layout.setup_optimizer(optimizer)
 
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Module and optimizers together, and `scheduler` as it is. All ranks must call this."""
+        """Set up module and optimizers together; return `scheduler` unchanged. All ranks must call this."""
         return self.setup_module(module), [self.setup_optimizer(o) for o in optimizers], scheduler
 
     def module_to_device(self, module: Module) -> None:
@@ -292,29 +295,27 @@ class Strategy(Checkpoints):
         module.to(self.topology.device)
 
     def place_module(self, module: Module) -> None:
-        """Before the layout wraps it: bring the module to the device, unless the layout does, part by
-        part.
-        """
+        """Move the module to the device, unless the layout does this while wrapping it."""
         if not self.layout.traits.places_models or overridden(type(self), Strategy, "module_to_device"):
             self.module_to_device(module)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
-        """The batch (a tree) on `device`, or on the root device."""
-        import fabric.utilities.apply_func as moving  # `from` would ask that module for a __path__ each time
+        """Return the batch (a tree) on `device`, or on the root device."""
+        import fabric.utilities.apply_func as moving  # faster than `from ... import` in each call
 
         return moving.move_data_to_device(batch, device or self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader with what the engine needs done to it."""
+        """Return the loader; engines override this to change it."""
         return dataloader
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return the function that `model(x)` runs.
 
-        It is the wrapped module's own call, with only the stages that have an effect.
+        It is the wrapped module's `__call__`, wrapped only by what the precision and the gate need.
         """
         plan = call or self.layout.forward_plan(module)
-        if self._converts:
+        if self._precision_converts:
             from fabric.strategies.precise_forward import precision_plan
 
             plan = precision_plan(self._precision, plan)
@@ -323,7 +324,7 @@ class Strategy(Checkpoints):
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """Return the function that another method of the user's module runs.
 
-        A marked method gets the precision of forward, too.
+        A marked method has the precision of forward, too.
         """
         synced = self.layout.method_plan(module, method, marked)
         if marked:
@@ -331,7 +332,7 @@ class Strategy(Checkpoints):
         return self._guarded(synced) if self._refuses_backward else synced
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the function that `optimizer.step(closure)` runs; None means the optimizer's own step."""
+        """Return the function that `optimizer.step(closure)` runs; None: the optimizer's `step`."""
         if type(self).optimizer_step is not Strategy.optimizer_step:
             return self.optimizer_step
         if self._precision.needs_step:
@@ -341,7 +342,7 @@ class Strategy(Checkpoints):
     def backward(self, tensor: Any, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass from `tensor`. All ranks must call this."""
         precision = self._precision
-        if not self._precise_backward:
+        if not self._precision_backward:
             self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
             return
         replaced = precision.pre_backward(tensor, module)
@@ -352,19 +353,17 @@ class Strategy(Checkpoints):
         precision.post_backward(tensor, module)
 
     def stop_signals(self) -> tuple[int, ...]:
-        """Signals, beside the usual ones, by which whoever started the job asks it to stop."""
+        """Return additional signals by which the cluster announces that it will stop the job."""
         number = getattr(self.cluster_environment, "requeue_signal", None)
         return () if number is None else (number,)
 
     def explain(self, error: Exception) -> None:
-        """Raise a better error in place of one that torch raised in a backward on this rank, if a part knows
-        one.
-        """
+        """Raise a clearer error in place of one that torch raised in a backward, if a part has one."""
         for failed in self.hooks["failed"]:
             failed(error, "backward")
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer; `kwargs` are the user's (a `closure`, if any). All ranks must call this."""
+        """Step the optimizer; `kwargs` are the user's (a `closure`). All ranks must call this."""
         return self._precision.optimizer_step(optimizer, **kwargs)
 
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -379,7 +378,7 @@ class Strategy(Checkpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale the optimizer's gradients to a total norm of at most `max_norm`; gives the norm before, of
+        """Scale the optimizer's gradients to a total norm of at most `max_norm`; return the norm before, of
         shape (). All ranks must call this.
 
         `norm_type` and `error_if_nonfinite`: see `Fabric.clip_gradients`.
@@ -387,7 +386,7 @@ class Strategy(Checkpoints):
         parameters = list(self._precision.main_params(optimizer))
         self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)
-        # With a loss scaler a gradient that is not finite is no error: the scaler skips that step.
+        # With a loss scaler gradients that are not finite are no error: the scaler skips that step.
         check = error_if_nonfinite and not self._precision.policy.loss_scale
         return self.layout.clip_norm(parameters, max_norm, norm_type, check)
 
@@ -401,11 +400,11 @@ class Strategy(Checkpoints):
     def normalize_gradients(
         self, module: Module, num_items: float | int, optimizer: Optimizer | None = None
     ) -> float | int:
-        """Turn gradients, means over ranks of summed losses, into those of all losses by all items; gives the
-        number of items. All ranks must call this.
+        """Scale gradients, which are means over ranks of summed losses, to those of the sum of all losses
+        divided by the number of all items. Return that number. All ranks must call this.
 
         Args:
-            module: The user's module; its gradients are divided.
+            module: The user's module, whose gradients are divided.
             num_items: This rank's number of items.
             optimizer: Divide the gradients of its parameters instead.
         """
@@ -413,38 +412,39 @@ class Strategy(Checkpoints):
 
         for normalizing in self.hooks["normalizing"]:
             normalizing()
-        held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)
-        parameters = list(held)
+        parameters = list(
+            module.parameters() if optimizer is None else self._precision.main_params(optimizer)
+        )
         try:
             self.layout.check_synced(parameters, "fabric.normalize_gradients")
-        except CollectiveMismatch:  # all ranks know
+        except CollectiveMismatch:  # raised on all ranks already
             raise
         except FabricError as error:
             self.abort_call("normalize_gradients", error)
-        rank, parts = self.data_rank
-        # All ranks, and not one of each data group: an error on any of them must be one on all.
+        shard, shards = self.data_rank
+        # All ranks, not only one per data shard: an error on one rank must be raised on all.
         models = names_of_owners(parameters, self.modules) if self.topology.world_size > 1 else ""
-        total = total_items(num_items, rank, self.channel(), models)
+        total = total_items(num_items, shard, self.channel(), models)
         if total:
-            self.layout.divide_gradients(parameters, total / parts)
+            self.layout.divide_gradients(parameters, total / shards)
         return total
 
     def _decide_backward(self) -> None:
-        """Decide what forward and backward pass through: `plain_backward` means `loss.backward()` alone."""
-        self._converts = overridden(type(self._precision), Precision, *CONVERSIONS)
-        self._precise_backward = self._precision.needs_backward
-        self._changed_backward = self._precise_backward or overridden(type(self), Strategy, "backward")
+        """Decide what forward and backward call. With `plain_backward` it is `loss.backward()` alone."""
+        self._precision_converts = overridden(type(self._precision), Precision, *CONVERSIONS)
+        self._precision_backward = self._precision.needs_backward
+        self._changed_backward = self._precision_backward or overridden(type(self), Strategy, "backward")
         self._refuses_backward = self._changed_backward or self.layout.traits.owns_backward
         self.plain_backward = not (
             self._changed_backward or overridden(type(self.layout), Layout, "backward")
         )
 
     def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
-        """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""
+        """Return the plan with outputs that raise in a plain `loss.backward()`."""
         from fabric.forward import GuardedForward
 
         return GuardedForward(plan, self.gate)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add this class's names to a registry, `strategy_registry`."""
+        """Register this class's names in `strategy_registry`."""

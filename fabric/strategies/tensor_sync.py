@@ -1,4 +1,4 @@
-"""Tensors that several ranks have, made one: mean gradients, and parameters and buffers of one rank."""
+"""Synchronisation of tensors between ranks: average gradients, broadcast parameters and buffers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 
     from fabric.collectives.channel import Channel
 
-PARCEL_BYTES = 25 << 20
-"""Up to how many bytes of small tensors travel in one message."""
+BUCKET_BYTES = 25 << 20
+"""Maximum size of small tensors that are sent in one message."""
 
 
 def average_gradients(parameters: list[Any], channel: Channel, where: str) -> None:
-    """The mean over ranks in every `.grad`, zeros counting for ranks that have none. All ranks of the group.
+    """Replace every `.grad` by the mean over ranks, with zeros for ranks that have none. All ranks of the
+    group must call this.
 
     Args:
-        parameters: In the same order on all ranks.
+        parameters: Parameters, in the same order on all ranks.
         channel: The ranks.
-        where: What cannot average sparse gradients, in words.
+        where: Name of the caller, for the error.
 
     Raises:
         UsageError: A gradient is sparse.
@@ -40,15 +41,16 @@ def average_gradients(parameters: list[Any], channel: Channel, where: str) -> No
             "sparse=False."
         )
     has = on_any_rank([p.grad is not None for p in parameters], channel)
-    held = [p for p, any_has in zip(parameters, has, strict=True) if any_has]
-    for parameter in held:
+    with_grad = [p for p, any_has in zip(parameters, has, strict=True) if any_has]
+    for parameter in with_grad:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _each_parcel([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
+    average = partial(channel.collective.all_reduce, op="mean")
+    _exchange_in_buckets([p.grad for p in with_grad], channel, average)
 
 
 def grad_version(parameter: Tensor) -> Any:
-    """Something that changes when a gradient is accumulated: in place, or as the first one."""
+    """Return a value that changes when a gradient is accumulated, in place or as the first one."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
 
@@ -62,69 +64,75 @@ def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
 
 
 def differing(tensors: list[Tensor | None], channel: Channel) -> list[bool]:
-    """Return for each tensor whether ranks differ in it, by two sums. All ranks must call this."""
-    values = [float(number) for tensor in tensors for number in _sums(tensor)]
-    own = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
-    both = torch.cat([own, -own]).to(channel.transport.staging_device)
-    channel.collective.all_reduce(both, "max")
-    same = (both[: len(own)] == -both[len(own) :]).view(-1, 2).all(1)
-    return [not one for one in same.tolist()]
+    """Return for each tensor whether it differs between ranks, by two sums. All ranks must call this."""
+    values = [float(number) for tensor in tensors for number in _fingerprint(tensor)]
+    local = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
+    extremes = torch.cat([local, -local]).to(channel.transport.staging_device)
+    channel.collective.all_reduce(extremes, "max")
+    equal = (extremes[: len(local)] == -extremes[len(local) :]).view(-1, 2).all(1)
+    return [not is_equal for is_equal in equal.tolist()]
 
 
-def _sums(tensor: Tensor | None) -> tuple[Any, Any]:
+def _fingerprint(tensor: Tensor | None) -> tuple[Any, Any]:
     if tensor is None:
-        return 0.0, -1.0  # zeros are something else: they decay weights, and momentum
+        return 0.0, -1.0  # None is not zero: with a zero gradient optimizers apply weight decay and momentum
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double().flatten()
-    # Each place by a weight of its own: ranks may have the same numbers in other rows (one-hot labels).
+    # The second sum has a weight per position: ranks may have the same numbers in other rows (one-hot
+    # labels).
     return flat.sum(), (flat * torch.arange(flat.numel(), device=flat.device).double().cos()).sum()
 
 
 def broadcast_from_group_root(tensors: list[Tensor], channel: Channel) -> None:
-    """The values that the first rank of the group has. All its ranks must call this."""
+    """Broadcast the values of the group's first rank. All ranks of the group must call this."""
     first = channel.collective.members[0]
-    _each_parcel([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
+    _exchange_in_buckets([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
 
 
 def broadcast_from_zero(tensors: list[Tensor]) -> None:
-    """Rank zero's values in `tensors` on all ranks, in few messages per dtype. All ranks must call this.
+    """Broadcast rank zero's values of `tensors`, in few messages per dtype. All ranks must call this.
 
-    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
-    change between a forward and a later backward would make autograd refuse that.
+    Writes through `.data`, which does not increase the version counter. Batch norm saves its running
+    statistics for backward, and autograd raises if a saved tensor has another version.
     """
-    _each_parcel([t.data for t in tensors], None, partial(dist.broadcast, src=0))
+    _exchange_in_buckets([t.data for t in tensors], None, partial(dist.broadcast, src=0))
 
 
 def tensor_buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Return buckets: large tensors alone, small ones by dtype and device up to `PARCEL_BYTES`."""
-    alone, packed = [], []
+    """Return buckets: large tensors alone, small ones by dtype and device up to `BUCKET_BYTES`."""
+    large, packed = [], []
     filling: dict[Any, tuple[int, list[Tensor]]] = {}
     for tensor in tensors:
         if tensor.nbytes >= PACK_LIMIT:
-            alone.append([tensor])
+            large.append([tensor])
         elif tensor.nbytes:
             key = (tensor.dtype, tensor.device)
-            size, parcel = filling.get(key, (PARCEL_BYTES, []))
-            if size + tensor.nbytes > PARCEL_BYTES:
-                size, parcel = 0, []
-                packed.append(parcel)
-            parcel.append(tensor)
-            filling[key] = (size + tensor.nbytes, parcel)
-    return alone + packed
+            size, bucket = filling.get(key, (BUCKET_BYTES, []))
+            if size + tensor.nbytes > BUCKET_BYTES:
+                size, bucket = 0, []
+                packed.append(bucket)
+            bucket.append(tensor)
+            filling[key] = (size + tensor.nbytes, bucket)
+    return large + packed
 
 
-def unflatten_into(flat: Tensor, parcel: list[Tensor]) -> None:
-    """Put what came in `flat`, the joined elements of a parcel, into its tensors."""
-    if flat.data_ptr() != parcel[0].data_ptr():
-        parts = flat.split([t.numel() for t in parcel])
-        foreach_copy_(parcel, [part.view(t.shape) for part, t in zip(parts, parcel, strict=True)])
+def unflatten_into(flat: Tensor, bucket: list[Tensor]) -> None:
+    """Copy `flat`, the concatenated elements of a bucket, into its tensors."""
+    if flat.data_ptr() != bucket[0].data_ptr():
+        parts = flat.split([t.numel() for t in bucket])
+        foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)])
 
 
-def _each_parcel(tensors: list[Tensor], channel: Channel | None, exchange: Callable[..., Any]) -> None:
-    """Exchange tensors in place, parcel by parcel; without a channel those of all ranks, as they are."""
+def _exchange_in_buckets(
+    tensors: list[Tensor], channel: Channel | None, exchange: Callable[..., Any]
+) -> None:
+    """Call `exchange`, which works in place, on each bucket of tensors.
+
+    Without a channel buckets are sent from their device, else from the channel's staging device.
+    """
     with torch.no_grad():
-        for parcel in tensor_buckets(tensors):
-            flat = join(parcel)
+        for bucket in tensor_buckets(tensors):
+            flat = join(bucket)
             sent = flat if channel is None else channel.transport.to_staging(flat)
             exchange(sent)
-            unflatten_into(sent, parcel)
+            unflatten_into(sent, bucket)

@@ -1,6 +1,7 @@
-"""Trials of a few rows or positions in the first calls of a model: they leave no trace, numbers are compared.
+"""Helpers of trials: small forwards in the first call of a model whose results are compared.
 
-For layouts that are right only for models of a certain kind. `fabric check` compares whole steps.
+A trial restores all state. Layouts use it that are correct only for some models. `fabric check` compares
+whole steps.
 """
 
 from __future__ import annotations
@@ -22,48 +23,50 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept_buffers(modules: list[Module]) -> Iterator[None]:
-    """Context after which the modules have the same buffers, with what was in them."""
-    held = [(module._buffers, dict(module._buffers)) for module in modules]
-    tensors = [tensor for _, buffers in held for tensor in buffers.values() if tensor is not None]
+def preserve_buffers(modules: list[Module]) -> Iterator[None]:
+    """Context that restores the modules' buffers and their values."""
+    saved = [(module._buffers, dict(module._buffers)) for module in modules]
+    tensors = [tensor for _, buffers in saved for tensor in buffers.values() if tensor is not None]
     values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
-        for now, buffers in held:
-            now.update(buffers)
+        for current, buffers in saved:
+            current.update(buffers)
         for tensor, value in zip(tensors, values, strict=True):
             tensor.data.copy_(value)
 
 
 @contextmanager
-def untouched(modules: list[Module], device: torch.device) -> Iterator[None]:
-    """The same of all buffers, modes, hooks, other attributes, and random generators. Nobody is warned."""
+def preserve_state(modules: list[Module], device: torch.device) -> Iterator[None]:
+    """Context that restores buffers, modes, hooks and other attributes of the modules, and random generators.
+    Warnings are suppressed.
+    """
     attributes = [vars(module) for module in modules]
-    tables = [value for held in attributes for name, value in held.items() if _is_table(name, value)]
-    before = [(held, dict(held)) for held in attributes + tables]
-    with kept_buffers(modules), fork_rng(device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is meant for training, and is not so here
+    tables = [value for one in attributes for name, value in one.items() if _is_table(name, value)]
+    before = [(one, dict(one)) for one in attributes + tables]
+    with preserve_buffers(modules), fork_rng(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a trial runs training code in another mode
         try:
             yield
         finally:
-            for now, then in before:
-                now.clear()
-                now.update(then)
+            for current, saved in before:
+                current.clear()
+                current.update(saved)
 
 
 def _is_table(name: str, value: Any) -> bool:
-    """Whether it is a table of a module's parts or hooks."""
+    """Whether an attribute of a module is a dictionary of parameters, buffers, submodules or hooks."""
     return name.startswith("_") and isinstance(value, dict)
 
 
 def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> str:
-    """Describe how the leaves of two outputs differ by more than rounding; "" if they do not.
+    """Describe the first difference of two outputs that is more than rounding; "" if there is none.
 
     Args:
-        expected: Leaves; each tensor says by its dtype what rounding is.
-        found: Leaves.
-        numbers: Whether those that are no tensors count, too.
+        expected: Leaves of one output; the dtype of each tensor determines the rounding error.
+        found: Leaves of the other output.
+        numbers: Whether leaves that are numbers are compared, too.
     """
     if len(expected) != len(found):
         return f"{len(found)} outputs in place of {len(expected)}"
@@ -80,7 +83,7 @@ def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> 
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference of two tensors of one shape, as a part of that of the first."""
+    """Return the norm of the difference of two tensors of one shape, relative to that of the first."""
     if one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex()):
         return float((one != other).any())
     finite = torch.isfinite(one)
@@ -96,8 +99,8 @@ def rounding(tensor: Tensor, compute: torch.dtype | None = None) -> float:
     """Return the upper bound of `distance` between tensors that differ only by the order of additions.
 
     Args:
-        tensor: What was computed.
-        compute: In what, where outputs are wider.
+        tensor: A result.
+        compute: Dtype of the computation, if it is narrower than the result's.
     """
     if (
         torch.is_autocast_enabled(tensor.device.type)

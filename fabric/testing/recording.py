@@ -100,7 +100,7 @@ class RecordedFabric(Fabric):
     def __init__(self, **kwargs: Any) -> None:
         ranks, strategy = int(os.environ[RANKS]), kwargs.get("strategy", "auto")
         if ranks == 1:
-            of_strategy = strategy.given["precision"] if isinstance(strategy, Strategy) else None
+            of_strategy = strategy.arguments["precision"] if isinstance(strategy, Strategy) else None
             kwargs |= {"strategy": "auto", "precision": kwargs.get("precision") or of_strategy}
         elif isinstance(strategy, str):
             kwargs["strategy"] = next(

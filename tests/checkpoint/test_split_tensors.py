@@ -206,7 +206,7 @@ def mixed(case: str) -> None:
         with pytest.raises(UsageError, match=rf"forward of Ones {said}.*leave use_local_output=False out"):
             model(x)
     elif case == "forward":
-        with pytest.raises(UsageError, match=rf"forward of Mixing {said}.*If it belongs to a layer"):
+        with pytest.raises(UsageError, match=rf"forward of Mixing {said}.*If it is a parameter of a layer"):
             model(x)
     elif case == "method":
         with pytest.raises(UsageError, match=rf"Mixing\.other {said}.*mark_forward_method\('other'\)"):

@@ -441,7 +441,7 @@ def _one_reducer() -> None:
         assert len(seen) == turn
     assert ddp.has_built_buckets(replica)
     twin = copy.deepcopy(replica)
-    ddp.hook_again(twin)
+    ddp.restore_comm_hooks(twin)
     twin(True).backward()
     assert [len(state) for _, state in twin._comm_hooks] == [3]
     assert len(seen) == 2
@@ -467,7 +467,7 @@ def _one_split_model() -> None:
     for part in (*model, model):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     sharding.begin_fsdp(model)
-    sharding.expect_thawed(model)
+    sharding.set_frozen_group_dtypes(model)
     state = strategies.fsdp_state(model[1])
     (group,) = sharding.fsdp_groups([state])
     assert [*sharding.modules_of(state)] == [model[1]]
@@ -476,7 +476,7 @@ def _one_split_model() -> None:
     assert len(sharding.fsdp_states(model)) == 3
     assert strategies.computes_in(model[1]) is torch.bfloat16
     assert (sharding.owner_of(weight).module, sharding.owner_of(weight).param_name) == (model[1], "weight")
-    assert sharding.whole_of(weight) is None
+    assert sharding.unsharded_of(weight) is None
     assert sharding.phase(state) == "IDLE"
     hung: list[object] = []
     sharding.register_pre_backward_in_place(
@@ -489,15 +489,15 @@ def _one_split_model() -> None:
     assert seen == ["FORWARD", True]
     assert len(hung) == 1
     assert not sharding.in_forward(state)
-    assert sharding.is_gathered_ahead(group) is False
+    assert sharding.is_prefetched(group) is False
     group.unshard(async_op=True)
     group.reshard()
     model[0].requires_grad_(True)
     out.sum().backward()
     assert weight.sharded_param.grad is not None
-    assert sharding.whole_of(weight) is not None
+    assert sharding.unsharded_of(weight) is not None
     weight.sharded_param.grad = None
-    whole = sharding.whole_of(weight)
+    whole = sharding.unsharded_of(weight)
     whole.grad = torch.ones_like(whole, dtype=getattr(whole, "grad_dtype", None))
     root = strategies.fsdp_state(model)
     reduced: list[int] = []
@@ -506,14 +506,14 @@ def _one_split_model() -> None:
     assert sorted(reduced) == sorted(
         len(g.fsdp_params) for g in sharding.fsdp_groups(sharding.fsdp_states(model))
     )
-    assert sharding.whole_of(weight).grad is None
+    assert sharding.unsharded_of(weight).grad is None
     assert weight.sharded_param.grad is not None
-    sharding.gather_root(root, model)
-    sharding.free_root(root, model, torch.ones(1, requires_grad=True) * 2)
+    sharding.unshard_root(root, model)
+    sharding.reshard_root(root, model, torch.ones(1, requires_grad=True) * 2)
     group.unshard()
     group.wait_for_unshard()
-    assert model[1].weight is sharding.whole_of(weight)
-    sharding.show_part(weight)
+    assert model[1].weight is sharding.unsharded_of(weight)
+    sharding.restore_sharded(weight)
     assert model[1].weight is weight.sharded_param
     assert sharding.fsdp_root(model[1]) is model
     other = torch.nn.Sequential(model[1], torch.nn.Linear(2, 2))
@@ -523,7 +523,7 @@ def _one_split_model() -> None:
     assert sharding.fsdp_root(other) is other
     assert sharding.fsdp_root(model[1]) is model
     assert len(sharding.fsdp_states(other)) == 1
-    sharding.stay_gathered(strategies.fsdp_state(model[1]))
+    sharding.keep_unsharded(strategies.fsdp_state(model[1]))
     group.unshard()
     model.state_dict()
     group.reshard_after_forward = None

@@ -156,7 +156,7 @@ torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_ea
     "gradient penalties on split models are refused": Mend(
         """
 from fabric.strategies.sharding.gathered import FSDPCallGuard
-FSDPCallGuard.reached = lambda self, grad: self.give_back()
+FSDPCallGuard.reached = lambda self, grad: self.restore_unsharded()
 """,
         SPLIT,
         "setStorage",
@@ -174,9 +174,9 @@ parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
         """
 from fabric.precision.loss_scale import LossScale
 def update(self):
-    if self._true:
+    if self._unscaled_ids:
         self.scaler.update()
-        self._true.clear()
+        self._unscaled_ids.clear()
         self._unscaled.clear()
 LossScale.update = update
 """,
@@ -185,7 +185,7 @@ LossScale.update = update
     "activations are not computed again with other weights": Mend(
         """
 from fabric.strategies.pipeline import stage
-stage._state = lambda parameter: (0, 0)
+stage._version = lambda parameter: (0, 0)
 """,
         ("pipeline", "pipeline-rows"),
     ),
@@ -223,7 +223,7 @@ ReplicaCheck.compare = lambda *_, **__: None
     "thawed groups know their dtypes": Mend(
         """
 import fabric.strategies.sharding.sharded as sharded
-sharded.expect_thawed = lambda root: None
+sharded.set_frozen_group_dtypes = lambda root: None
 """,
         ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
         "attempting to assign a gradient with dtype",
@@ -259,8 +259,8 @@ begin.made, FSDPCallGuard.__init__ = made, begin
     ),
     "gradients with other memory are sent": Mend(
         """
-from fabric.strategies.ddp.replicate import _Known
-_Known.restore_views = lambda self: None
+from fabric.strategies.ddp.replicate import _ReplicaState
+_ReplicaState.restore_views = lambda self: None
 """,
         ("ddp", "ddp-unused", "zero1"),
     ),

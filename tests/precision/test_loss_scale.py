@@ -307,7 +307,7 @@ def test_a_loop_that_unscales_by_the_scaler_itself():
     torch.testing.assert_close(
         unscaled_by_the_loop(Scaled()), unscaled_by_the_loop(None), rtol=1e-5, atol=1e-6
     )
-    with pytest.raises(UsageError, match=r"would divide the gradients by the scale once more\. Leave it out"):
+    with pytest.raises(UsageError, match=r"would divide the gradients by the scale again\. Leave it out"):
         unscaled_by_the_loop(Scaled(), of=lambda optimizer: optimizer)
 
 

@@ -243,7 +243,7 @@ def test_names_that_a_plugin_does_not_have():
         HalfPrecision("32")
     assert str(caught.value) == (
         "HalfPrecision(precision='32') is not one of '16-true', 'bf16-true'. "
-        "Write Fabric(precision='32') to get the plugin that fits."
+        "Write Fabric(precision='32'), which chooses the plugin."
     )
     with pytest.raises(
         ConfigurationError, match=r"MixedPrecision\(precision='16'\) is not one of '16-mixed', 'bf16-mixed'"

@@ -140,9 +140,9 @@ def refused(strategy, what):
 def test_other_buffers_are_an_error_that_names_the_first(ranks, strategy, world_size, what, values):
     found = ranks.run(refused, strategy, what, world_size=world_size)
     text = (
-        f"Buffer positions of Linear differs between ranks ({values.format(', 2' * (world_size == 3))}). All "
-        "ranks get rank zero's values of a buffer, which must fit. Register it alike on all ranks; or let "
-        'each rank keep its own: fabric.setup(model, rank_local=("positions",)).'
+        f"Buffer positions of Linear differs between ranks ({values.format(', 2' * (world_size == 3))}). "
+        "Rank zero's values are broadcast, so shapes must be equal. Register it with the same shape on all "
+        'ranks, or exclude it from the broadcast: fabric.setup(model, rank_local=("positions",)).'
     )
     assert found == [text] * world_size
 
@@ -315,9 +315,9 @@ class Codes(Linear):
 
 WARNING = (
     "forward changed buffers of Codes by each rank's part of the batch: codes.mean, codes.seen. All ranks "
-    "got rank zero's values, where one process has those of the whole batch. Reduce what goes into them in "
-    "forward (mean = fabric.all_reduce(x.mean(0))); or let each rank keep its own: fabric.setup(model, "
-    "rank_local=('codes.mean', 'codes.seen'))."
+    "got rank zero's values; one process has those of the whole batch. Reduce the update over ranks in "
+    "forward (mean = fabric.all_reduce(x.mean(0))), or exclude the buffers from the broadcast: "
+    "fabric.setup(model, rank_local=('codes.mean', 'codes.seen'))."
 )
 
 

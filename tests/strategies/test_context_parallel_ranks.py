@@ -19,7 +19,7 @@ from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.strategies import ContextParallel, DDP2Strategy, DDPStrategy
 from fabric.strategies.context_parallel.exchange import SequenceExchange
-from fabric.strategies.context_parallel.sequence import current_part
+from fabric.strategies.context_parallel.sequence import current_shard
 from fabric.utilities import sequence_positions
 
 
@@ -34,7 +34,7 @@ def launched(*args, strategy=DDPStrategy, **part) -> Fabric:
 
 
 def assert_left():
-    assert current_part() is None
+    assert current_shard() is None
     assert not _get_current_function_mode_stack()
 
 
@@ -93,8 +93,8 @@ REFUSED = {
     "by hand": "attention written by hand",
     "counts": "sequence_positions(length)",
     "mean": "a mean over the sequence",
-    "mask inside": "Write is_causal=True, or give the mask of the whole sequence (12 x 12)",
-    "elsewhere": "divides self-attention over one sequence",
+    "mask inside": "Write is_causal=True, or pass the mask of the full sequence (12 x 12)",
+    "elsewhere": "supports self-attention over one sequence",
     "added": "ContextParallel(seq_dims={'name': dim})",
     "scalar": "reduce it after the model",
 }
@@ -237,7 +237,7 @@ def test_what_is_divided_runs_uncompiled(ranks, what):
         (lambda: ContextParallel(blocks="Block"), ArgumentTypeError, "blocks='Block'"),
         (lambda: ContextParallel(blocks=set()), ConfigurationError, "blocks is empty"),
         (lambda: ContextParallel(seq_dims={"x": "1"}), ArgumentTypeError, "seq_dims['x']"),
-        (lambda: DDPStrategy(context_parallel=2), ArgumentTypeError, "Write ContextParallel(2)"),
+        (lambda: DDPStrategy(context_parallel=2), ArgumentTypeError, "ContextParallel(2) for two ranks"),
         (
             lambda: DDP2Strategy(context_parallel=ContextParallel()),
             ConfigurationError,
@@ -410,18 +410,18 @@ def keys_kept():
     model = fabric.setup(copy.deepcopy(plain))
     x = torch.randn(2, 13, 4)
     dist.broadcast(x, 0)
-    storages, see = [], SequenceExchange.see
+    storages, all_gather = [], SequenceExchange.all_gather
 
     def watched(self, own, dim):
-        whole = see(self, own, dim)
+        whole = all_gather(self, own, dim)
         storages.extend([tensor.untyped_storage() for tensor in whole if tensor.requires_grad])
         return whole
 
-    SequenceExchange.see = watched
+    SequenceExchange.all_gather = watched
     try:
         out = model(x)
     finally:
-        SequenceExchange.see = see
+        SequenceExchange.all_gather = all_gather
     assert len(storages) == 4
     for _ in range(2):
         assert all([storage.nbytes() == 0 for storage in storages]), (
@@ -626,7 +626,7 @@ def test_two_lengths_in_one_backward_with_checkpointing(ranks, blocks):
 def a_function_is_computed_again():
     fabric = launched()
     model = fabric.setup(Recomputed(reentrant=True, function=True))
-    with pytest.raises(UsageError, match="Give checkpoint a module"):
+    with pytest.raises(UsageError, match="Pass checkpoint a module"):
         model(torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1)).requires_grad_())
 
 
@@ -661,7 +661,7 @@ def beside():
         plain(x, short).square().mean().backward()
         assert_same_gradients(model, plain)
     loss = model(x, torch.randn(2, 8, 4))  # as long as a part
-    with pytest.raises(UsageError, match="it cannot be told whether it saw a whole sequence or a part"):
+    with pytest.raises(UsageError, match="it is unknown whether the input is a full sequence or a shard"):
         fabric.backward(loss.square().mean())
 
 

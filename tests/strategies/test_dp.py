@@ -224,7 +224,7 @@ def test_several_processes_are_refused():
 
 
 def test_a_strategy_that_no_fabric_holds():
-    with pytest.raises(ConfigurationError, match="DataParallelStrategy is not bound yet"):
+    with pytest.raises(ConfigurationError, match="DataParallelStrategy belongs to no Fabric yet"):
         DataParallelStrategy().setup_environment()
 
 

@@ -75,7 +75,7 @@ AT_ONCE = {
     "checkpointing twice": (
         lambda: FSDPStrategy(activation_checkpointing=nn.Linear, activation_checkpointing_policy={nn.Linear}),
         ConfigurationError,
-        ["activation_checkpointing and activation_checkpointing_policy", "same thing", "Keep the policy"],
+        ["activation_checkpointing and activation_checkpointing_policy", "mean the same", "Keep the policy"],
     ),
     "mesh larger than the ranks": (
         lambda: made(FSDPStrategy(device_mesh=(2, 3))),
@@ -199,12 +199,15 @@ AT_ONCE = {
     "mixed_precision of buffers": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.float16)),
         ConfigurationError,
-        ["buffer_dtype=torch.float16 cannot be had: FSDP2 leaves buffers", "cast buffers in the model"],
+        [
+            "buffer_dtype=torch.float16 is not supported: FSDP2 does not cast buffers",
+            "cast buffers in the model",
+        ],
     ),
     "mixed_precision of gradients": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
         ConfigurationError,
-        ["keep_low_precision_grads=True cannot be had", 'write Fabric(precision="bf16-true")'],
+        ["keep_low_precision_grads=True is not supported", 'write Fabric(precision="bf16-true")'],
     ),
     "cpu_offload": (
         lambda: FSDPStrategy(cpu_offload="yes"),
@@ -214,22 +217,22 @@ AT_ONCE = {
     "ignored_modules one": (
         lambda: FSDPStrategy(ignored_modules=nn.Linear(1, 1)),
         ConfigurationError,
-        ["ignored_modules=Linear(", "must be a list of parts of the model", "=[model.head]"],
+        ["ignored_modules=Linear(", "must be a list of submodules of the model", "=[model.head]"],
     ),
     "ignored_modules names": (
         lambda: FSDPStrategy(ignored_modules=["head"]),
         ConfigurationError,
-        ["ignored_modules=['head'] must be a list of parts"],
+        ["ignored_modules=['head'] must be a list of submodules"],
     ),
     "ignored_states names": (
         lambda: FSDPStrategy(ignored_states="head"),
         ConfigurationError,
-        ["ignored_states='head' must be a list of parts"],
+        ["ignored_states='head' must be a list of submodules"],
     ),
     "ignored_modules without values": (
         lambda: FSDPStrategy(ignored_modules=[nn.Linear(1, 1, device="meta")]),
         ConfigurationError,
-        ["Ignored parameters are on the meta device", "Give them values before"],
+        ["Ignored parameters are on the meta device", "Initialise them before"],
     ),
     "param_init_fn": (
         lambda: FSDPStrategy(param_init_fn=3),
@@ -377,7 +380,7 @@ def mesh_of_three_dimensions():
 large = functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)
 HAS = "matches no module inside Net, which has Block, Linear, Sequential."
 CHOSEN = "Name classes of these, or leave auto_wrap_policy out."
-WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
+WHOLE = ["sharded already", "fully_shard was called on it. ", "ModelParallelStrategy(parallelize_fn)"]
 AT_SETUP = {
     "fewer elements than ranks": (
         setup(lambda: nn.Linear(1, 1, bias=False)),
@@ -437,12 +440,12 @@ AT_SETUP = {
     "a function that returns nothing": (
         setup(parallelize=lambda model, mesh: None),
         ArgumentTypeError,
-        ["parallelize_fn must change the Net that it is given in place and return it", "returned None"],
+        ["parallelize_fn must change its argument, a Net, in place and return it", "returned None"],
     ),
     "a function that returns another model": (
         setup(parallelize=lambda model, mesh: Net()),
         ArgumentTypeError,
-        ["must change the Net", "returned another module"],
+        ["must change its argument, a Net", "returned another module"],
     ),
     "a model that is sharded": (setup(sharded_whole), UsageError, ["This model (Net) is", *WHOLE]),
     "a model that is sharded in part": (setup(sharded_in_part), UsageError, ["blocks.0 (Block) is", *WHOLE]),

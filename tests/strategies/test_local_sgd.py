@@ -336,7 +336,8 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
     for error in ranks.run_expecting_errors(not_set_up, world_size=WORLD):
         assert isinstance(error, UsageError)
         assert str(error) == (
-            "SGD.step() came from an optimizer that setup did not give back: it knows of no other rank. "
+            "SGD.step() came from an optimizer that setup did not give back, so its parameters would "
+            "never be averaged. "
             "Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
             "fabric.setup_optimizers(optimizer)."
         )
@@ -371,4 +372,6 @@ def bad_outer():
 def test_an_outer_optimizer_that_is_none(ranks):
     (error,) = ranks.run_expecting_errors(bad_outer, world_size=1)
     assert isinstance(error, ArgumentTypeError)
-    assert "outer_optimizer gave a int for a list of parameters. Write outer_optimizer=lambda" in str(error)
+    assert "outer_optimizer returned a int for a list of parameters, not an optimizer. Write outer" in str(
+        error
+    )

@@ -188,8 +188,9 @@ def come_apart(empty: bool) -> None:
         fabric.setup(model)
     assert str(caught.value) == (
         "parallelize_fn made several parameters of embedding.weight and head.weight of Tied, which were "
-        "one: they would be trained apart. Tie them again after parallelize_module, and before fully_shard: "
-        "model.head.weight = model.embedding.weight (models of transformers: model.tie_weights())."
+        "one: they would be trained separately. Tie them again after parallelize_module, and before "
+        "fully_shard: model.head.weight = model.embedding.weight (models of transformers: "
+        "model.tie_weights())."
     )
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fabric.collectives.channel import Transport
 from fabric.core.tree import flatten
 from fabric.strategies.pipeline import link as links
-from fabric.strategies.pipeline.link import Failed, Link
+from fabric.strategies.pipeline.link import Link, StageFailure
 
 
 def trees():
@@ -22,7 +22,7 @@ def trees():
         "turned": small.t(),
         "spread": torch.ones(1, 4).expand(3, 4),
     }
-    failed = Failed(1, "ValueError: boom" * 100)
+    failed = StageFailure(1, "ValueError: boom" * 100)
     one = [small, small + 1, small[:2], [small] * 200, failed, small, failed, failed, small[:, :0], small]
     several = [mixed, mixed, large, large + 1, failed, large, mixed, (large, small), (large, small), []]
     return [*one, *several, [], torch.tensor(2.0), torch.tensor(4.0), {}, small.double()]
@@ -35,15 +35,15 @@ def exchange(ahead):
     link = Link(1 - rank, dist.group.WORLD, wire, 5)
     for number, tree in enumerate(sent):
         if rank == 0:
-            link.send(tree if isinstance(tree, Failed) else link.message(tree), flag=number % 3 == 0)
-            assert len(link._sent) <= links._ON_THE_WAY
+            link.send(tree if isinstance(tree, StageFailure) else link.message(tree), flag=number % 3 == 0)
+            assert len(link._sent) <= links._MAX_IN_FLIGHT
             continue
-        got = link.take()
+        got = link.recv()
         assert link.flag == (number % 3 == 0)
         if ahead and number + 1 < len(sent):
-            link.expect()
+            link.post_recv()
         assert type(got) is type(tree)
-        if isinstance(tree, Failed):
+        if isinstance(tree, StageFailure):
             assert got == tree
             continue
         (leaves, spec), (expected, other) = flatten(got), flatten(tree)
@@ -67,7 +67,7 @@ def messages():
     for tree in (pair, (torch.ones(1 << 16), torch.ones(3)), [], {}):
         for _ in range(2):
             if dist.get_rank():
-                got = link.take()
+                got = link.recv()
                 continue
             link.send(link.message(tree))
             count = len(link._sent[-1])

@@ -329,12 +329,12 @@ REFUSED = {
         ConfigurationError,
         r"on 2 stages by balance=\[1, 2\]",
     ),
-    "not listed": ({}, Unlisted, ConfigurationError, "Unlisted is neither an nn.Sequential nor does it list"),
-    "stranger": ({}, lambda: Listing(stranger), ArgumentTypeError, "Block 4 of Listing is no part"),
+    "not listed": ({}, Unlisted, ConfigurationError, "Unlisted is neither an nn.Sequential nor has it a"),
+    "stranger": ({}, lambda: Listing(stranger), ArgumentTypeError, "Block 4 of Listing is no submodule"),
     "function": ({}, lambda: Listing(lambdas), ArgumentTypeError, "Block 4 of Listing is a builtin_function"),
     "incomplete": ({}, lambda: Listing(incomplete), ConfigurationError, "second.weight, second.bias of"),
     "buffers": ({"balance": [1, 2]}, shared_norm, UsageError, "are one buffer, used by stages 0 and 1"),
-    "hooks": ({}, hooked, UsageError, "Sequential has forward or backward hooks of its own"),
+    "hooks": ({}, hooked, UsageError, "Sequential has forward or backward hooks, which"),
     "compiled": ({}, lambda: torch.compile(deep(), backend="eager"), UsageError, "Compile its blocks before"),
 }
 
@@ -353,7 +353,7 @@ def test_models_that_cannot_be_cut(ranks, name):
 
 
 FAILS = {
-    "words": (Words, UsageError, r"Block 2 \(2, a Words\) returned str \('words'\), which cannot go on"),
+    "words": (Words, UsageError, r"Block 2 \(2, a Words\) returned str \('words'\), which cannot be sent"),
     "mean": (Mean, UsageError, r"returned shapes \[\], \[\].* which cannot be joined"),
     "transposed": (
         Transposed,
@@ -384,7 +384,7 @@ def test_outputs_that_cannot_go_on(ranks, name):
     [
         ({"balance": [2, 0]}, ConfigurationError, r"balance\[1\]=0 must be 1 or more"),
         ({"balance": []}, ArgumentTypeError, r"balance=\[\] must be"),
-        ({"balance": "even"}, ArgumentTypeError, 'must be "auto" or a list'),
+        ({"balance": "even"}, ArgumentTypeError, 'is neither "auto" nor a list'),
         ({"balance": 3}, ArgumentTypeError, "balance=3 must be"),
         ({"balance": [1.0, 2]}, ArgumentTypeError, "must be"),
         ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, not 3"),
@@ -418,15 +418,15 @@ def misuse():
     with pytest.raises(UsageError, match=rf"Block {elsewhere} \({elsewhere}\) is on stage"):
         model.module[elsewhere](X)
     assert torch.equal(model.module(X), model(X))  # a method of the model may call self(x)
-    with pytest.raises(UsageError, match=r"create_graph=True cannot go through a pipeline"):
+    with pytest.raises(UsageError, match=r"create_graph=True went through a pipeline"):
         fabric.backward(model(X).sum(), create_graph=True)
     loss = model(X).sum()
     fabric.backward(loss)
-    with pytest.raises(UsageError, match="second backward through one forward of Sequential"):
+    with pytest.raises(UsageError, match="second backward went through one forward of Sequential"):
         fabric.backward(loss)
     with pytest.raises(ConfigurationError, match="reduction='max' is neither"):
         model.pipeline_step(X, X, nn.functional.mse_loss, reduction="max")
-    with pytest.raises(ArgumentTypeError, match="loss_fn as a function"):
+    with pytest.raises(ArgumentTypeError, match="loss_fn=None is no function"):
         model.pipeline_step(X, X, None)
     last = fabric.strategy.is_last_stage
     with pytest.raises(UsageError if last else RankError, match=r"loss_fn returned shape \[4, 4\]"):
@@ -452,7 +452,9 @@ def batch_norm(count):
 
 def test_batch_norm_is_warned_of(ranks):
     (warning,), others = ranks.run(batch_norm, 4, world_size=2)
-    assert re.match(r"norm \(BatchNorm1d\): batch norm, .* do in training for each micro-batch", warning)
+    assert re.match(
+        r"The model has norm \(BatchNorm1d\)\. Batch norm, .* act in training once per micro-batch", warning
+    )
     assert others == []
     assert ranks.run(batch_norm, 1, world_size=2) == [[], []]
 
@@ -642,7 +644,7 @@ def not_pickled():
     fabric = start(balance=[1, 1], num_microbatches=2)
     model = fabric.setup(nn.Sequential(Pairs(4, 4), nn.Identity()))
     expected = ArgumentTypeError if fabric.global_rank == 0 else RankError
-    with pytest.raises(expected, match="what goes to the next stage cannot be pickled"):
+    with pytest.raises(expected, match="the output for the next stage cannot be pickled"):
         model(X)
     fabric.barrier()
 

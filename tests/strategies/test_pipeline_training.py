@@ -587,11 +587,11 @@ def test_ranks_that_differ(ranks):
 
 
 def test_the_order_holds_what_the_paper_says():
-    from fabric.strategies.pipeline.run import alternating
+    from fabric.strategies.pipeline.run import one_forward_one_backward
 
     for stages, count in itertools.product((1, 2, 3, 4), (1, 2, 5, 8)):
         for stage in range(stages):
-            order, held, most = alternating(stage, stages, count), set(), 0
+            order, held, most = one_forward_one_backward(stage, stages, count), set(), 0
             for kind, index in order:
                 held.add(index) if kind == "F" else held.remove(index)
                 most = max(most, len(held))

@@ -84,7 +84,7 @@ def test_rows_that_depend_on_each_other_are_warned_of_once(ranks, kind):
     assert others == []
     assert len(found) == (kind is Centred)
     if found:
-        assert "Sequential: what a row comes to depends on the other rows of its batch" in found[0]
+        assert "The output of Sequential for one row depends on the other rows of its batch" in found[0]
     torch.testing.assert_close(x[:, 0], X[:, 0] * (2 if kind is InPlace else 1))
 
 
@@ -112,7 +112,7 @@ def masked(count):
 def test_a_mask_of_as_many_positions_as_there_are_rows_is_refused(ranks, count):
     for text in ranks.run(masked, count, world_size=2):
         assert "Sequential runs on one row of the batch, but not on two (RuntimeError" in text
-        assert "Keep what belongs to all samples in a buffer of the model" in text
+        assert "Keep tensors of all samples in a buffer of the model" in text
 
 
 def warned(count):
@@ -130,7 +130,8 @@ def warned(count):
 def test_modules_that_count_batches_are_warned_of(ranks):
     (text,), others = ranks.run(warned, 4, world_size=2)
     assert re.match(
-        r"0 \(Embedding\), 1 \(Linear\), 2 \(\w+\): batch norm, spectral norm and scale_grad", text
+        r"The model has 0 \(Embedding\), 1 \(Linear\), 2 \(\w+\)\. Batch norm, spectral norm and scale_grad",
+        text,
     )
     assert others == []
     assert ranks.run(warned, 1, world_size=2) == [[], []]

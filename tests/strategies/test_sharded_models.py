@@ -591,7 +591,7 @@ def already_split() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
-    with pytest.raises(UsageError, match=r"split over ranks \(DTensor\), which DDP cannot average"):
+    with pytest.raises(UsageError, match=r"that are DTensors, whose gradients DDP cannot average"):
         fabric.setup(model)
 
 
@@ -664,7 +664,7 @@ def refused(case: str) -> None:
     elif case == "functional_call":
         model = fabric.setup(model)
         others = {name: value * 2 for name, value in Net().state_dict().items()}
-        with pytest.raises(UsageError, match=r"functional_call or other swaps of parameters"):
+        with pytest.raises(UsageError, match=r"functional_call or other replacements of parameters"):
             torch.func.functional_call(model, others, (batches(1)[0, 0],))
         fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
     else:

@@ -257,7 +257,7 @@ def shares_a_parameter_alone() -> None:
     one, two = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     two[0].weight = one[0].weight
     fabric.setup(one)
-    with pytest.raises(UsageError, match=r"0\.weight is a parameter of another model, too.*Let both models"):
+    with pytest.raises(UsageError, match=r"0\.weight is a parameter of another model, too.*Share the module"):
         fabric.setup(two)
 
 

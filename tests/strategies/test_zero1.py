@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.tensor_sync import PARCEL_BYTES, tensor_buckets
+from fabric.strategies.tensor_sync import BUCKET_BYTES, tensor_buckets
 from fabric.strategies.zero1.shares import assign_owners
 from fabric.wrappers import unwrap
 
@@ -962,8 +962,8 @@ def test_state_dict_hooks_see_all_and_a_partial_state_is_refused(ranks):
         assert unchanged
         assert 0 < count < 8
         assert raw[0] is UsageError
-        assert "only this rank's share" in raw[1]
-        assert "Call state_dict() of what fabric.setup returned" in raw[1]
+        assert "only this rank's shard" in raw[1]
+        assert "Call state_dict() of the optimizer that fabric.setup returned" in raw[1]
         assert wrong[0] is ValueError
         assert names == ["scale", "nothing"] or names == ["body.weight", "body.bias"]
     assert sum(count for _, _, count, *_ in results) == 8
@@ -1174,7 +1174,7 @@ def test_small_parameters_travel_together_and_large_ones_alone():
     sizes = [sum(t.nbytes for t in parcel) for parcel in tensor_buckets(many)]
     assert sum(sizes) == 60_000_000
     assert len(sizes) == 3
-    assert max(sizes) <= PARCEL_BYTES
+    assert max(sizes) <= BUCKET_BYTES
 
 
 # The strategy

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
-from fabric.strategies.zero1.joint import joins_parameters
+from fabric.strategies.zero1.joint import couples_parameters
 
 
 class ScheduleFree(Optimizer):
@@ -224,7 +224,7 @@ def test_a_step_that_joins_parameters_is_told_by_a_trial_that_changes_nothing(ki
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the trial is no step of the user's"))
     before = [p.clone() for p in net.parameters()]
     drawn = torch.get_rng_state()
-    assert joins_parameters(optimizer) is (kind in JOINT)
+    assert couples_parameters(optimizer) is (kind in JOINT)
     assert all(map(torch.equal, before, net.parameters()))
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not optimizer.state
@@ -246,7 +246,7 @@ def test_classes_around_those_of_torch_are_not_refused(name):
 
     weights = [nn.Parameter(torch.randn(3 + i, 4)) for i in range(5)]
     for kind in (base, Around):
-        assert not joins_parameters(kind(weights, lr=0.1))
+        assert not couples_parameters(kind(weights, lr=0.1))
 
 
 def set_up(kind):

@@ -23,7 +23,7 @@ from fabric.integrations.deepspeed.gradients import Gradients, disable_backward_
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
 from fabric.strategies.layout import Layout
 from fabric.strategies.norms import norm_over_ranks
-from fabric.strategies.plain import NOT_THE_USERS
+from fabric.strategies.plain import FOREIGN_PACKAGES
 from fabric.strategies.zero1.shares import optimizer_view
 from fabric.wrappers import unwrap
 
@@ -280,10 +280,10 @@ class DeepSpeedLayout(Layout):
         """Return the user's module as it would be on one rank. All ranks must call this."""
         if self.stage != 3:
             return module if keep else None
-        NOT_THE_USERS.add("deepspeed.")
+        FOREIGN_PACKAGES.add("deepspeed.")
         return super().plain_module(module, keep, device)
 
-    def whole_values(self, module: Module) -> dict[str, Tensor]:
+    def full_tensors(self, module: Module) -> dict[str, Tensor]:
         """Return the full parameters of a sharded module. All ranks must call this."""
         return {name: states.full_value(p) for name, p in module.named_parameters(remove_duplicate=False)}
 

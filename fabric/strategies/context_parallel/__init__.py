@@ -1,1 +1,1 @@
-"""A sequence divided over ranks."""
+"""Context parallelism: sequences sharded over ranks."""

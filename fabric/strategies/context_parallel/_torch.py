@@ -1,4 +1,4 @@
-"""Private names of torch that context parallel alone uses; `core/test_torch_internals.py` tests each."""
+"""Private names of torch that only context parallelism uses; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def groups_inside(module: Any) -> list[Any]:
 
 @contextmanager
 def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
-    """Context in which calls of modules with these states gather and free no parameters.
+    """Context in which calls of modules with these states unshard and reshard no parameters.
 
-    Yields the dtype in which parameters compute, or None for their own. torch treats the calls as those of a
-    backward whose parameters are gathered.
+    Yields the compute dtype of parameters, or None for their own. torch treats the calls as part of a
+    backward whose parameters are unsharded.
     """
     groups = fsdp_groups(states)
     held = [(state, "_training_state") for state in states] + [(group, "_sharded_state") for group in groups]

@@ -1,4 +1,4 @@
-"""Attention where each rank has its part of the queries, and asks for the keys of all."""
+"""Attention of this rank's queries with the keys and values of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
 from fabric.strategies.context_parallel._torch import packs_saved_tensors
-from fabric.strategies.context_parallel.sequence import seeing
+from fabric.strategies.context_parallel.sequence import viewing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,33 +26,35 @@ if TYPE_CHECKING:
 HEADS = inspect.signature(F.multi_head_attention_forward)
 
 
-class _Called(threading.local):
-    wanted = False
-    """Whether gradients were wanted where the innermost module began that runs now."""
+class _GradMode(threading.local):
+    enabled = False
+    """Whether gradients were enabled at the start of the innermost running module."""
 
 
-_called = _Called()
+_grad_mode = _GradMode()
 
 
 @contextmanager
-def called() -> Iterator[None]:
-    """Context of a module's forward, of which all that may call attention have one."""
-    before, _called.wanted = _called.wanted, torch.is_grad_enabled()
+def recording_grad_mode() -> Iterator[None]:
+    """Context of the forward of each module that may call attention: records whether gradients are
+    enabled.
+    """
+    before, _grad_mode.enabled = _grad_mode.enabled, torch.is_grad_enabled()
     try:
         yield
     finally:
-        _called.wanted = before
+        _grad_mode.enabled = before
 
 
 @contextmanager
 def divided(exchange: SequenceExchange) -> Iterator[None]:
-    """Context in which modules work on this rank's part, and torch's attention looks at the whole."""
-    with seeing(exchange.part), _Attention(exchange):
+    """Context in which modules compute this rank's shard, and torch's attention uses the full sequence."""
+    with viewing(exchange.part), _Attention(exchange):
         yield
 
 
 class _Attention(TorchFunctionMode):
-    """While this is entered, torch's attention looks at the whole sequence."""
+    """Mode in which torch's attention functions use the keys of the full sequence."""
 
     def __init__(self, exchange: SequenceExchange) -> None:
         super().__init__()
@@ -62,16 +64,15 @@ class _Attention(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the replacement of `func`, or `func` itself where it has none."""
+        """Call the replacement of `func`, or `func` itself."""
         own = self._own.get(func)
         if own is None:
             return func(*args, **(kwargs or {}))
-        if _called.wanted and not torch.is_grad_enabled():
+        if _grad_mode.enabled and not torch.is_grad_enabled():
             raise UsageError(
-                "Attention was called without gradients, inside of a module that was called with them: by "
-                "torch.utils.checkpoint(function, use_reentrant=True), which calls the function again where "
-                "ContextParallel cannot see it, or under no_grad. Give checkpoint a module, or call a module "
-                "under no_grad."
+                "Attention was called without gradients, inside of a module that was called with them: under "
+                "no_grad, or by torch.utils.checkpoint(function, use_reentrant=True), whose recomputation "
+                "ContextParallel cannot detect. Pass checkpoint a module, or call a module under no_grad."
             )
         return own(*args, **(kwargs or {}))
 
@@ -86,15 +87,15 @@ def _attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of this rank's queries (..., size, E) with the keys of all ranks."""
+    """Return `F.scaled_dot_product_attention` of this rank's queries (..., size, E) with all ranks' keys."""
     part = exchange.part
     query, key, value = [_in_autocast(tensor) for tensor in (query, key, value)]
     _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
     own = [key, value]
-    key, value = exchange.see(own, -2)
-    keeps = not packs_saved_tensors()  # else nothing is kept, or it is elsewhere
-    if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
-        mask = _own_rows(attn_mask, exchange)
+    key, value = exchange.all_gather(own, -2)
+    keeps = not packs_saved_tensors()  # with activation checkpointing nothing is saved
+    if not is_causal or attn_mask is not None:  # torch raises if both are given
+        mask = _local_rows(attn_mask, exchange)
         out = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
     else:
         each, pieces = [], query.split([end - start for start, end in part.own], -2)
@@ -104,18 +105,20 @@ def _attend(
             each.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
             if keeps and each[-1].requires_grad and type(mask) is torch.Tensor:
                 again = partial(_causal, end - start, end, query.dtype, query.device)
-                _lend([mask], lambda again=again: [again()], each[-1], [rows, *seen])  # type: ignore[misc]
+                _free_until_backward([mask], lambda again=again: [again()], each[-1], [rows, *seen])  # type: ignore[misc]
         out = torch.cat(each, -2)
     if keeps and out.requires_grad:
-        _lend([key, value], lambda: exchange.gather(own, -2), out, [key, value])
+        _free_until_backward([key, value], lambda: exchange.gather(own, -2), out, [key, value])
     return out
 
 
-def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor, of: list[Tensor]) -> None:
-    """Let the memory go of tensors of which `out` was made: a backward makes them again for itself, until
-    the gradients of `of` are there.
+def _free_until_backward(
+    tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor, of: list[Tensor]
+) -> None:
+    """Free the memory of `tensors`, which `out` saved for backward. A backward recomputes them by `make`, and
+    frees them again when it has the gradients of `of`.
     """
-    held = [tensor.data for tensor in tensors]  # without the graph, and without counting changes
+    held = [tensor.data for tensor in tensors]  # .data: no graph, no version counter
 
     def empty(*_: Any) -> None:
         for tensor in held:
@@ -134,24 +137,24 @@ def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor, 
 
 
 def _attend_in_heads(exchange: SequenceExchange, *args: Any, **kwargs: Any) -> Any:
-    """`F.multi_head_attention_forward` of queries (size, N, E); keys are projected on each rank, for all."""
+    """Return `F.multi_head_attention_forward` of queries (size, N, E); each rank projects all keys."""
     given = HEADS.bind(*args, **kwargs)
     given.apply_defaults()
     own = given.arguments
     query, key, value = own["query"], own["key"], own["value"]
     _check_lengths("multi_head_attention_forward", exchange, query, (key, value), 0)
     distinct = [key] if value is key else [key, value]
-    seen = exchange.see(distinct, 0)
+    seen = exchange.all_gather(distinct, 0)
     own["key"], own["value"] = seen[0], seen[-1]  # one object where it was one: torch projects it once
     if own["is_causal"]:
         here = exchange.part.positions(query.device)
         own["attn_mask"] = torch.arange(exchange.part.length, device=query.device) > here[:, None]
         own["is_causal"] = False
     else:
-        own["attn_mask"] = _own_rows(own["attn_mask"], exchange)
+        own["attn_mask"] = _local_rows(own["attn_mask"], exchange)
     padding = own["key_padding_mask"]
     if padding is not None and padding.shape[-1] == exchange.part.size:
-        own["key_padding_mask"] = exchange.see([padding], -1)[0]
+        own["key_padding_mask"] = exchange.all_gather([padding], -1)[0]
     return F.multi_head_attention_forward(*given.args, **given.kwargs)
 
 
@@ -162,14 +165,14 @@ def _check_lengths(
     if lengths != [part.size] * 3:
         raise UsageError(
             f"{name} was called with sequences of {lengths[0]} queries, {lengths[1]} keys and {lengths[2]} "
-            f"values, where this rank has {part.size} of {part.length} positions. ContextParallel divides "
-            "self-attention over one sequence: leave modules that attend to something else (another "
-            "sequence, a cache, tokens of their own) out of blocks=."
+            f"values, where this rank has {part.size} of {part.length} positions. ContextParallel supports "
+            "self-attention over one sequence. Leave modules with other attention (to another sequence, a "
+            "cache, learned tokens) out of blocks=."
         )
 
 
 def _in_autocast(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the dtype of autocast, which attention would use: cast once, before it is sent."""
+    """Return `tensor` in autocast's dtype, which attention would use; cast before it is sent."""
     kind = tensor.device.type
     if tensor.dtype is torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -177,27 +180,27 @@ def _in_autocast(tensor: Tensor) -> Tensor:
 
 
 def _causal(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Each of the last `rows` queries sees the keys up to its own."""
+    """Return the causal mask of the last `rows` queries for `keys` keys."""
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right
 
-        return causal_lower_right(rows, keys)  # the fused kernels know it, and need no memory for it
+        return causal_lower_right(rows, keys)  # fused kernels need no memory for it
     return torch.full((rows, keys), -torch.inf, dtype=dtype, device=device).triu_(keys - rows + 1)
 
 
-def _own_rows(mask: Tensor | None, exchange: SequenceExchange) -> Tensor | None:
-    """The rows of an attention mask (..., queries, keys) that are this rank's queries, with all keys."""
+def _local_rows(mask: Tensor | None, exchange: SequenceExchange) -> Tensor | None:
+    """Return the rows of an attention mask (..., queries, keys) for this rank's queries."""
     part = exchange.part
     if mask is None or mask.dim() < 2:
         return mask
     rows, keys = mask.shape[-2:]
-    if keys == part.size and rows == 1:  # a mask of keys, which was divided with the sequence
-        return exchange.see([mask], -1)[0]
+    if keys == part.size and rows == 1:  # a mask of keys, which was sharded with the sequence
+        return exchange.all_gather([mask], -1)[0]
     if keys not in (1, part.length) or rows not in (1, part.size, part.length):
         raise UsageError(
-            f"An attention mask of shape {list(mask.shape)} was made inside of what ContextParallel divides, "
-            f"where this rank has {part.size} of {part.length} positions: it does not say what these queries "
-            "see of the whole. Write is_causal=True, or give the mask of the whole sequence "
-            f"({part.length} x {part.length}) to the module from outside."
+            f"An attention mask of shape {list(mask.shape)} was made inside of a module that ContextParallel "
+            f"shards, where this rank has {part.size} of {part.length} positions. It has no values for the "
+            "keys of other ranks. Write is_causal=True, or pass the mask of the full sequence "
+            f"({part.length} x {part.length}) to the module as an argument."
         )
-    return part.take(mask, -2) if rows == part.length else mask
+    return part.shard_of(mask, -2) if rows == part.length else mask

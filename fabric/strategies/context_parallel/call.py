@@ -1,4 +1,6 @@
-"""A call of a module whose sequence is divided: which arguments have the sequence, and which outputs."""
+"""`ShardedCall`: a call of a module whose sequence is sharded: finds the sequence in arguments and
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,22 @@ if TYPE_CHECKING:
     from fabric.strategies.data_parallel.parts import Call
 
 MASK = "mask"
-"""In place of a dimension: the last two are the sequence, as in a mask of attention."""
+"""In place of a dimension: the last two dimensions are the sequence, as in an attention mask."""
 
 
-class DividedCall:
-    """One call's arguments.
+class ShardedCall:
+    """The arguments of one call.
 
     Args:
-        forward: What is called.
-        name: Of the module, for messages.
+        forward: The function that is called.
+        name: Name of the module, for errors.
         args: Positional arguments.
         kwargs: Keyword arguments.
         seq_dim: The dimension of the sequence.
-        seq_dims: The same for single arguments, by name; None: whole on all ranks.
+        seq_dims: The same for single arguments, by name; None: not sharded.
 
     Raises:
-        UsageError: No argument has a sequence, or it cannot be told which.
+        UsageError: No argument has a sequence, or an argument is ambiguous.
     """
 
     def __init__(
@@ -110,11 +112,11 @@ class DividedCall:
             )
         return MASK
 
-    def some(self, length: int, stir: bool = False) -> DividedCall:
-        """The same call with `length` of the positions, without gradients; `stir`: with other numbers."""
-        own = object.__new__(DividedCall)
-        own.__dict__.update(self.__dict__)
-        own.length, own.leaves = length, []
+    def subsample(self, length: int, stir: bool = False) -> ShardedCall:
+        """Return the call with `length` of the positions, without gradients; `stir` changes the values."""
+        call = object.__new__(ShardedCall)
+        call.__dict__.update(self.__dict__)
+        call.length, call.leaves = length, []
         random = torch.Generator().manual_seed(length)
         kept = torch.randperm(self.length, generator=random)[:length].sort().values
         for number, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True)):
@@ -126,25 +128,25 @@ class DividedCall:
                     leaf = leaf.index_select(dim, places)
                     if stir and leaf.is_floating_point() and leaf.numel():
                         leaf = leaf + noise(leaf, number) * (0.1 + 0.5 * leaf.std(correction=0))
-            own.leaves.append(leaf)
-        own.whole = unflatten(own.leaves, own.spec, self.whole)
-        return own
+            call.leaves.append(leaf)
+        call.whole = unflatten(call.leaves, call.spec, self.whole)
+        return call
 
-    def divided(self, exchange: SequenceExchange) -> Call:
-        """The arguments of this rank's part."""
-        own = []
+    def shard_arguments(self, exchange: SequenceExchange) -> Call:
+        """Return the arguments with this rank's shard of the sequence."""
+        local = []
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             if isinstance(leaf, torch.Tensor):
-                leaf = exchange.share(leaf) if dim in (None, MASK) else exchange.divide(leaf, dim)
-            own.append(leaf)
-        call: Call = unflatten(own, self.spec, self.whole)
+                leaf = exchange.replicate(leaf) if dim in (None, MASK) else exchange.shard(leaf, dim)
+            local.append(leaf)
+        call: Call = unflatten(local, self.spec, self.whole)
         return call
 
     def join(self, output: Any, exchange: SequenceExchange) -> Any:
-        """The output of the whole call, on all ranks.
+        """Return the output for the full sequence, on all ranks.
 
         Raises:
-            UsageError: A tensor in it does not have the sequence.
+            UsageError: A tensor in it has no dimension of the sequence.
         """
         leaves, spec = flatten(output)
         dim, size = self.seq_dim, exchange.part.size
@@ -156,23 +158,23 @@ class DividedCall:
                 raise UsageError(
                     f"{self.name} returned a tensor of shape {list(leaf.shape)}"
                     f"{f' at output{path}' if path else ''}, which does not have this rank's {size} of "
-                    f"{exchange.part.length} positions in dimension {dim}, so that it cannot be joined. "
-                    "Return what has the sequence (a loss for each position, reduction='none'), and reduce "
-                    "it after the model; or name the modules to divide with blocks={TransformerBlock}."
+                    f"{exchange.part.length} positions in dimension {dim}, so it cannot be gathered. Return "
+                    "a tensor with the sequence (a loss per position, reduction='none'), and reduce it after "
+                    "the model; or name the modules to shard with blocks={TransformerBlock}."
                 )
             leaves[place] = exchange.join(leaf, dim)
         return unflatten(leaves, spec, output)
 
 
 def noise(like: Tensor, seed: int) -> Tensor:
-    """Random numbers of a tensor's shape, the same for the same seed on all ranks."""
+    """Return random numbers of a tensor's shape, the same for the same seed on all ranks."""
     random = torch.Generator(like.device).manual_seed(seed)
     made = torch.randn(like.shape, generator=random, device=like.device, dtype=torch.float32)
     return made.to(like.dtype)
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:
-    """The names of its first `count` parameters."""
+    """Return the names of the function's first `count` parameters."""
     try:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):

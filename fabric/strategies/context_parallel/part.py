@@ -1,8 +1,7 @@
-"""`ContextParallel`: ranks that share one sequence, each with its part of it. Goes with any data parallel
-layout.
+"""`ContextParallel`: sequences sharded over the ranks of a row, with any data parallel layout.
 
-Gradients of a row's ranks are kept so that the mean over all ranks, which those layouts take, is right
-(exchange.py), so nothing in them changes: parameters, optimizers and state dicts are as without this.
+Gradients of the ranks of a row are scaled such that the layout's mean over all ranks is correct
+(exchange.py). So parameters, optimizers and state dicts are unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.parts import Part
 from fabric.core.tree import flatten
-from fabric.strategies.context_parallel.region import Region, Row
-from fabric.strategies.context_parallel.sequence import part_sizes
+from fabric.strategies.context_parallel.region import Region, SequenceGroup
+from fabric.strategies.context_parallel.sequence import used_shard_sizes
 from fabric.strategies.input_check import InputConsistencyCheck
-from fabric.strategies.rows import DataParallelMesh, check_number, check_rows, make_rows
+from fabric.strategies.rows import DataParallelMesh, check_divisible, check_number, make_data_parallel_mesh
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
 
 if TYPE_CHECKING:
@@ -34,32 +33,32 @@ DIMS = ("data_parallel", "context_parallel")
 
 
 class ContextParallel(DataParallelMesh, Part):
-    """Long sequences divided over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
+    """Long sequences sharded over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
 
-    Ranks in rows of `size` get the same batch (loaders that are set up see to it). Inside of the modules that
-    are divided each works on its part of the sequence, two pieces from either end; attention
-    (`F.scaled_dot_product_attention`, `nn.MultiheadAttention`) collects the keys and values of all. Outputs
-    come back whole, on all ranks, which go on alike: the loop is unchanged, and the numbers are those of one
-    process. All ranks of a row must make each forward and backward. Seed all ranks alike.
+    The ranks of a row, `size` consecutive ranks, get the same batch (from loaders that are set up). Inside of
+    the sharded modules each rank computes its shard of the sequence: two pieces, one from each half.
+    Attention (`F.scaled_dot_product_attention`, `nn.MultiheadAttention`) gathers the keys and values of all
+    ranks. Outputs are gathered on all ranks. So the loop is unchanged, and results are those of one process.
+    All ranks of a row must make each forward and backward. Seed all ranks alike.
 
-    Everything else in these modules must work on each position by itself; positions come from
-    `fabric.utilities.sequence_positions`, or as arguments. The first forward compares parts with the whole on
-    a few positions, and raises if they differ. A sequence of less than 2 x size positions is computed whole.
-    Hooks on tensors inside see gradients of a part, times `size`.
+    All other operations in these modules must treat positions independently. Positions must be those of
+    `fabric.utilities.sequence_positions`, or an argument. The first forward compares shards with the full
+    sequence on a few positions, and raises if they differ. A sequence of less than 2 x size positions is not
+    sharded. Hooks on tensors inside get gradients of a shard, multiplied by `size`.
 
     Args:
-        size: Ranks that share a sequence; None: all. Further ranks make further rows, with other data.
-        blocks: Which modules are divided, outermost ones: module classes, or a function (module) -> bool.
-            None: the model, from its inputs to its outputs. Inputs and outputs of each are whole on all
-            ranks.
-        seq_dim: The dimension of the sequence in their inputs and outputs. Arguments are divided that have
-            the length of the first one there; masks (length x length) stay whole.
-        seq_dims: The dimension in single arguments, by name; None: whole on all ranks.
+        size: Number of ranks that share a sequence; None: all. With more ranks there are several rows, which
+            read different data.
+        blocks: The sharded modules, outermost ones: module classes, or a function (module) -> bool. None: the
+            model. Inputs and outputs of each are full sequences on all ranks.
+        seq_dim: Dimension of the sequence in their inputs and outputs. Arguments of the first argument's
+            length in this dimension are sharded; masks (length x length) are not.
+        seq_dims: Dimension of the sequence in single arguments, by name; None: not sharded.
 
     Raises:
-        ConfigurationError: A size or dimension below what there is; ranks that cannot be divided into rows
-            (when `Fabric` is made); `blocks` that match nothing (at setup).
-        ArgumentTypeError: An argument of the wrong kind.
+        ConfigurationError: A size or dimension is too small; `size` does not divide the number of ranks (in
+            `Fabric(...)`); `blocks` match nothing (at setup).
+        ArgumentTypeError: An argument has the wrong type.
 
     Source: Llama 3, section 3.3.2, all-gather context parallelism (https://arxiv.org/abs/2407.21783)
     """
@@ -78,13 +77,13 @@ class ContextParallel(DataParallelMesh, Part):
         check_policy(blocks, "blocks")
         if isinstance(blocks, set | frozenset | list | tuple) and not blocks:
             raise ConfigurationError(
-                "blocks is empty, so nothing would be divided. Write {TransformerBlock}."
+                "blocks is empty, so no module would be sharded. Write blocks={TransformerBlock}."
             )
         for name, dim in dict(seq_dims or {}).items():
             if dim is not None:
                 check_number(f"seq_dims[{name!r}]", dim, least=0)
         self.size, self.blocks = size, blocks
-        self.row = Row(seq_dim, dict(seq_dims or {}))
+        self.group = SequenceGroup(seq_dim, dict(seq_dims or {}))
         """The ranks that share a sequence with this one."""
         self.mesh = None
         self._matched = False
@@ -94,19 +93,19 @@ class ContextParallel(DataParallelMesh, Part):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Groups belong to their process; a spawned rank joins anew.
-        row = self.row
-        made = partial(ContextParallel, blocks=self.blocks, seq_dim=row.seq_dim, seq_dims=row.seq_dims)
+        # A process group belongs to its process; a spawned rank calls `join` itself.
+        group = self.group
+        made = partial(ContextParallel, blocks=self.blocks, seq_dim=group.seq_dim, seq_dims=group.seq_dims)
         return made, (self.size,)
 
     def size_of(self, world_size: int) -> int:
         """Return the number of ranks, of `world_size`, that share a sequence.
 
         Raises:
-            ConfigurationError: The ranks cannot be divided into rows of so many.
+            ConfigurationError: The size does not divide the number of ranks.
         """
         size = self.size or world_size
-        return check_rows(
+        return check_divisible(
             size, world_size, f"rows of {size} that share a sequence", "ContextParallel(size) with"
         )
 
@@ -115,17 +114,17 @@ class ContextParallel(DataParallelMesh, Part):
         self.size_of(len(plan.devices) * plan.num_nodes)
 
     def join(self, strategy: Any) -> None:
-        """Make the groups. All ranks must call this."""
+        """Create the process groups. All ranks must call this."""
         topology = strategy.topology
         size = self.size_of(topology.world_size)
-        self.mesh = make_rows(topology, size, DIMS)
-        self.row.place = (topology.rank % size, size)
+        self.mesh = make_data_parallel_mesh(topology, size, DIMS)
+        self.group.rank_and_size = (topology.rank % size, size)
         if size > 1:
-            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.transport)
+            self.group.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.transport)
 
     def setup(self, module: Module, wrap: Callable[[Module], Module]) -> Module:
-        """Choose the modules that are divided, wrap, and divide them: hooks of a layout see whole inputs.
-        All ranks must call this.
+        """Choose the modules to shard, wrap the model, and install the sharding: hooks of the layout get full
+        inputs. All ranks must call this.
 
         Raises:
             ConfigurationError: As `regions`.
@@ -137,13 +136,13 @@ class ContextParallel(DataParallelMesh, Part):
         return wrapped
 
     def regions(self, module: Module) -> dict[Module, str]:
-        """Return the modules whose inputs are divided, with their names in errors. Call before wrapping.
+        """Return the modules whose inputs are sharded, with their names for errors. Call it before wrapping.
 
         Raises:
-            ConfigurationError: `blocks` names nothing there.
-            UsageError: What it names has batch norm.
+            ConfigurationError: `blocks` matches nothing.
+            UsageError: A chosen module has batch norm.
         """
-        if self.row.channel is None:
+        if self.group.channel is None:
             return {}
         kind = type(module).__name__
         found = {module: kind}
@@ -158,44 +157,44 @@ class ContextParallel(DataParallelMesh, Part):
         return found
 
     def install(self, module: Module, regions: dict[Module, str]) -> None:
-        """Divide `regions` in a model that a layout has wrapped: hooks of its own see what is whole."""
-        if self.row.channel is None:
+        """Install the sharding of `regions` in a wrapped model."""
+        if self.group.channel is None:
             return
-        entrance = _Entrance(
-            InputConsistencyCheck(self.row.channel, next(self._numbers), type(module).__name__)
+        entrance = _InputCheckHook(
+            InputConsistencyCheck(self.group.channel, next(self._numbers), type(module).__name__)
         )
         module.register_forward_pre_hook(entrance, with_kwargs=True)
         for part, name in regions.items():
-            Region(self.row, name).install(part)
+            Region(self.group, name).install(part)
 
     def teardown(self) -> None:
-        """Let go of the groups."""
-        self.row.channel = self.mesh = None
-        part_sizes.clear()
+        """Release the process groups."""
+        self.group.channel = self.mesh = None
+        used_shard_sizes.clear()
 
 
-class _Entrance:
-    """Hook where a model begins: ranks of a row compare what they were called with."""
+class _InputCheckHook:
+    """Forward pre-hook of a model: the ranks of a row compare their inputs."""
 
-    def __init__(self, alike: InputConsistencyCheck | None) -> None:
-        self._alike = alike
+    def __init__(self, check: InputConsistencyCheck | None) -> None:
+        self._check = check
 
     @eager
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._alike is not None and backward_pass() == -1:
-            self._alike.compare("forward", *flatten((args, kwargs)))
+        if self._check is not None and backward_pass() == -1:
+            self._check.compare("forward", *flatten((args, kwargs)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Entrance:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InputCheckHook:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Entrance, (None,)
+        return _InputCheckHook, (None,)
 
 
 def _check_modules(module: Module, name: str) -> None:
     for path, inner in module.named_modules():
         if isinstance(inner, BatchNorm) or getattr(inner, "scale_grad_by_freq", False):
             raise UsageError(
-                f"{name} has batch norm or scale_grad_by_freq ({path}), which would go by each rank's part "
-                "of a sequence. Leave it out, or name modules without it in ContextParallel(blocks=)."
+                f"{name} has batch norm or scale_grad_by_freq ({path}), which would use each rank's shard of "
+                "a sequence. Leave it out, or name modules without it in ContextParallel(blocks=)."
             )

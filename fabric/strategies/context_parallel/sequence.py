@@ -1,7 +1,4 @@
-"""Which part of a sequence this rank sees: models ask for positions, context parallelism says which they are.
-
-Without context parallelism, and outside of the modules that it divides, a part is the whole.
-"""
+"""This rank's shard of a sequence, and its positions. Without context parallelism it is the full sequence."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SequencePart:
-    """A rank's part of a sequence: two pieces, from either end, so that causal attention costs all alike.
+class SequenceShard:
+    """A rank's shard of a sequence: two pieces, one from each half, which balances causal attention.
 
     Args:
-        length: Of the whole sequence; at least 2 x `count`.
-        place: Of the rank among those that share the sequence.
-        count: How many they are.
+        length: Length of the full sequence; at least 2 x `count`.
+        rank: Index of the rank among those that share the sequence.
+        count: Number of these ranks.
     """
 
-    def __init__(self, length: int, place: int, count: int) -> None:
-        self.length, self.place, self.count = length, place, count
+    def __init__(self, length: int, rank: int, count: int) -> None:
+        self.length, self.rank, self.count = length, rank, count
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Start and end of the two pieces of each rank in the whole sequence, in rank order."""
+        """(start, end) of the two pieces of each rank in the full sequence, in rank order."""
         pieces = 2 * self.count
         ends = [self.length * piece // pieces for piece in range(pieces + 1)]
         both = [(rank, pieces - 1 - rank) for rank in range(self.count)]
@@ -49,72 +46,73 @@ class SequencePart:
     @property
     def own(self) -> list[tuple[int, int]]:
         """This rank's pieces."""
-        return self.spans[self.place]
+        return self.spans[self.rank]
 
     @property
     def size(self) -> int:
         """The number of positions of this rank."""
-        return self.sizes[self.place]
+        return self.sizes[self.rank]
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """This rank's positions in the whole, shape (size,)."""
+        """Return this rank's positions in the full sequence, shape (size,)."""
         return torch.cat([torch.arange(start, end, device=device) for start, end in self.own])
 
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor that has the whole sequence along `dim`; a copy."""
+    def shard_of(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a tensor with the full sequence along `dim`; a copy."""
         return torch.cat([whole.narrow(dim, start, end - start) for start, end in self.own], dim)
 
 
-class _Here(threading.local):
-    part: SequencePart | None = None
+class _Current(threading.local):
+    part: SequenceShard | None = None
 
 
-_here = _Here()
-part_sizes: set[int] = set()
-"""How many positions the parts have had in forwards so far, in any thread."""
+_current = _Current()
+used_shard_sizes: set[int] = set()
+"""Sizes of all shards in forwards so far, in any thread."""
 
 
-def current_part() -> SequencePart | None:
-    """The part that the modules see which run now; None: the whole."""
-    return _here.part
+def current_shard() -> SequenceShard | None:
+    """Return the shard that the running modules compute; None: the full sequence."""
+    return _current.part
 
 
 @contextmanager
-def seeing(part: SequencePart) -> Iterator[None]:
-    """Context in which modules see this part, in this thread."""
-    before, _here.part = _here.part, part
+def viewing(part: SequenceShard) -> Iterator[None]:
+    """Context in which modules of this thread compute this shard."""
+    before, _current.part = _current.part, part
     try:
         yield
     finally:
-        _here.part = before
+        _current.part = before
 
 
 def sequence_positions(length: int, device: torch.device | None = None) -> Tensor:
-    """Positions in the whole sequence of the `length` elements that a module sees, int64 of shape (length,).
+    """Return the positions in the full sequence of the `length` elements of a module's input, int64 of shape
+    (length,).
 
-    In place of `torch.arange(length)`, in models whose sequences may be divided over ranks
-    (`ContextParallel`). Without that it is the same. Sends nothing.
+    Replaces `torch.arange(length)` in models for `ContextParallel`, without which it is the same. No
+    communication.
 
     Args:
-        length: What the module sees: x.shape[1], say.
-        device: Where the positions are wanted.
+        length: Length of the sequence in the module's input, such as x.shape[1].
+        device: Device of the result.
 
     Raises:
-        UsageError: This rank's part has another length; or it cannot be told whether this is a part.
+        UsageError: This rank's shard has another length, or it is unknown whether the input is a shard.
     """
-    part = _here.part
+    part = _current.part
     if part is None:
-        if length in part_sizes and backward_pass() != -1:
+        if length in used_shard_sizes and backward_pass() != -1:
             raise UsageError(
-                f"sequence_positions({length}) was asked where a forward is computed again for a backward, "
-                "and it cannot be told whether it saw a whole sequence or a part of a longer one. Give "
-                "torch.utils.checkpoint a module inside of what ContextParallel divides, not a function; or "
-                "ask for the positions before it, and pass them as an argument."
+                f"sequence_positions({length}) was called in a recomputation in backward, where it is "
+                "unknown whether the input is a full sequence or a shard. Pass torch.utils.checkpoint a "
+                "submodule of a module that ContextParallel shards, not a function; or call "
+                "sequence_positions before it, and pass the positions as an argument."
             )
         return torch.arange(length, device=device)
     if length != part.size:
         raise UsageError(
-            f"sequence_positions({length}) was asked where this rank sees {part.size} of {part.length} "
-            "positions. Give it the length of the sequence that the module was called with."
+            f"sequence_positions({length}) was called where this rank has {part.size} of {part.length} "
+            "positions. Pass the length of the sequence in the module's input."
         )
     return part.positions(device)

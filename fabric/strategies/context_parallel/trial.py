@@ -1,4 +1,4 @@
-"""Whether a module gives on parts of a sequence what it gives on the whole: tried on few positions."""
+"""Trial of context parallelism: compares a module's output for shards and for the full sequence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fabric.strategies.context_parallel._torch import groups_inside, ungathered
 from fabric.strategies.context_parallel.attention import divided
 from fabric.strategies.context_parallel.call import noise
 from fabric.strategies.context_parallel.exchange import SequenceExchange
-from fabric.strategies.context_parallel.sequence import SequencePart, seeing
+from fabric.strategies.context_parallel.sequence import SequenceShard, viewing
 from fabric.strategies.tensor_sync import on_any_rank
-from fabric.strategies.trial import difference, untouched
+from fabric.strategies.trial import difference, preserve_state
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,50 +28,50 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.context_parallel.call import DividedCall
+    from fabric.strategies.context_parallel.call import ShardedCall
 
 _EACH = (3, 5)
-"""Positions in each piece of a sequence, in the first trial and in the second; two belong to a rank."""
+"""Positions in each piece of a sequence, in the first and second trial; a rank has two pieces."""
 _AT_ONCE = 8
-"""Parameters that have made-up values at one time: a function asks for some of theirs several times."""
+"""Maximum number of random parameters in memory; a function may read one several times."""
 _DROPOUT_P = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-"""The place of `dropout_p` among the arguments."""
+"""Index of `dropout_p` among the arguments."""
 _WHY = (
-    "Something in it looks along the sequence otherwise than by F.scaled_dot_product_attention or "
-    "nn.MultiheadAttention: positions that are counted inside (write fabric.utilities.sequence_positions("
-    "length) for torch.arange(length)), attention written by hand, a convolution, a mean over the sequence; "
-    "or it draws random numbers of its own. Name the modules that do not: "
-    "ContextParallel(blocks={TransformerBlock})."
+    "Something in it looks along the sequence other than F.scaled_dot_product_attention and "
+    "nn.MultiheadAttention: torch.arange(length) (write fabric.utilities.sequence_positions(length)), "
+    "attention written by hand, a convolution, a mean over the sequence; or it draws random numbers. "
+    "Name modules without these: ContextParallel(blocks={TransformerBlock})."
 )
 
 
-def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, number: int) -> None:
-    """Compare a forward of the whole with one of parts, dropping nothing out. Leaves no trace. All ranks.
+def try_shards(module: Module, call: ShardedCall, channel: Channel, rank: int, number: int) -> None:
+    """Compare a forward of the full sequence with one of shards, without dropout. All ranks must call this.
 
-    Parameters and inputs are other ones: what is zero at first would hide things.
+    All state is restored. Parameters and inputs are replaced by random ones, since zeros (of an
+    initialisation) would hide differences.
 
     Args:
-        module: What is tried.
-        call: What it was called with.
+        module: The module.
+        call: Its arguments.
         channel: The ranks that share the sequence.
-        place: Of this rank.
-        number: How many trials there were; each has another length.
+        rank: Index of this rank.
+        number: Number of earlier trials; each has another length.
 
     Raises:
-        UsageError: They differ, on any rank; raised on all of them.
+        UsageError: The outputs differ on a rank; raised on all of them.
     """
     count = channel.world_size
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
-    states = groups_inside(module)  # gathering them needs ranks that may try nothing now
+    states = groups_inside(module)  # unsharding them needs ranks that may make no trial now
     with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
         mode = Trial(module, channel.transport.device, dtype)
         try:
-            small = call.some(short, stir=True)
+            small = call.subsample(short, stir=True)
             whole = _run(module, small, mode)
-        except Exception:  # perhaps it takes this length, or such numbers, only
-            small = call.some(call.length)
+        except Exception:  # the module may need this length, or these values
+            small = call.subsample(call.length)
             whole = _run(module, small, mode)
-        exchange = SequenceExchange(channel, SequencePart(small.length, place, count))
+        exchange = SequenceExchange(channel, SequenceShard(small.length, rank, count))
         try:
             parts = _run(module, small, mode, exchange)
         except FabricError:
@@ -81,8 +81,8 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
             raise UsageError(
                 f"{call.name} runs on a sequence of {small.length}, but not on this rank's "
                 f"{exchange.part.size} of them: {text}. If an argument has the sequence in another "
-                "dimension, write ContextParallel(seq_dims={'name': dim}). Tensors that the module makes "
-                "for the whole sequence must come as arguments, or be made for sequence_positions(length)."
+                "dimension, write ContextParallel(seq_dims={'name': dim}). Pass tensors of the full sequence "
+                "as arguments, or create them from sequence_positions(length)."
             ) from error
         wrong = _first_difference(whole, parts)
     if any(on_any_rank([bool(wrong)], channel)):
@@ -93,15 +93,15 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
 
 
 class Trial(TorchFunctionMode):
-    """While this is entered, functions get made-up values in the place of parameters, and drop nothing out.
+    """Mode in which functions get random values in place of parameters, and dropout is disabled.
 
-    They are the same on all ranks, know nothing of the parameter's own, which may be split (by FSDP2), and
-    there are a few at a time.
+    The values are the same on all ranks. They do not depend on the parameter's, which may be sharded (by
+    FSDP2), and few are in memory at a time.
 
     Args:
-        module: Whose parameters are meant.
-        device: Where values are wanted.
-        dtype: Of those values; None: the parameter's.
+        module: The module with the parameters.
+        device: Device of the values.
+        dtype: Their dtype; None: that of the parameter.
     """
 
     def __init__(self, module: Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -109,12 +109,12 @@ class Trial(TorchFunctionMode):
         self.device, self._dtype = device, dtype
         self._parameters = [p for p in module.parameters() if p.is_floating_point() and p.numel()]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
-        self._made = lru_cache(_AT_ONCE)(self._make)
+        self._cached_value = lru_cache(_AT_ONCE)(self._make_value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`func` of these values."""
-        args = self._swapped(args)
-        kwargs = {name: self._swapped(value) for name, value in (kwargs or {}).items()}
+        """Call `func` with these values."""
+        args = self._replaced(args)
+        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
         name, place = getattr(func, "__name__", ""), _DROPOUT_P.get(func)
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
@@ -124,13 +124,13 @@ class Trial(TorchFunctionMode):
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
-    def _swapped(self, value: Any) -> Any:
+    def _replaced(self, value: Any) -> Any:
         if type(value) in (list, tuple):
-            return type(value)([self._swapped(entry) for entry in value])
+            return type(value)([self._replaced(entry) for entry in value])
         number = self._numbers.get(id(value))
-        return value if number is None else self._made(number)
+        return value if number is None else self._cached_value(number)
 
-    def _make(self, number: int) -> Tensor:
+    def _make_value(self, number: int) -> Tensor:
         own = self._parameters[number]
         size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
         random = noise(torch.empty(own.shape, dtype=self._dtype or own.dtype, device=self.device), number)
@@ -138,24 +138,22 @@ class Trial(TorchFunctionMode):
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Context in which compiled modules run as they are written: modes may not be traced."""
+    """Context in which compiled modules run uncompiled, since function modes cannot be traced."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _run(
-    module: Module, call: DividedCall, mode: Trial, exchange: SequenceExchange | None = None
+    module: Module, call: ShardedCall, mode: Trial, exchange: SequenceExchange | None = None
 ) -> dict[str, Any]:
-    """The whole output, under "", and what modules keep of the call, by name: in parts, if there is an
-    exchange.
-    """
+    """Return {"": full output, name: attribute or buffer that the call changed}; sharded with an exchange."""
     modules = dict(module.named_modules())
     before = {path: dict(vars(inner)) for path, inner in modules.items()}
-    with untouched(list(modules.values()), mode.device):
+    with preserve_state(list(modules.values()), mode.device):
         if exchange is None:
-            with seeing(SequencePart(call.length, 0, 1)), mode:
+            with viewing(SequenceShard(call.length, 0, 1)), mode:
                 output = module.forward(*call.whole[0], **call.whole[1])
         else:
-            args, kwargs = call.divided(exchange)
+            args, kwargs = call.shard_arguments(exchange)
             with divided(exchange), mode:
                 output = module.forward(*args, **kwargs)
             output = call.join(output, exchange)
@@ -170,10 +168,10 @@ def _run(
 
 
 def _first_difference(whole: dict[str, Any], parts: dict[str, Any]) -> str:
-    """Describe the first difference of the parts from the whole; "" if there is none."""
+    """Describe the first difference between shards and the full sequence; "" if there is none."""
     for name in sorted(whole.keys() | parts.keys()):
         expected, found = [flatten(values.get(name))[0] for values in (whole, parts)]
         wrong = difference(expected, found, numbers=not name)
         if wrong:
-            return f"it keeps {name}, which is that of a part only: return it" if name else wrong
+            return f"it keeps {name}, which is that of a shard only: return it" if name else wrong
     return ""

@@ -1,4 +1,4 @@
-"""`SplitBatch`: a process whose batch is divided over its devices. `ReplicatedSplitBatch`: DDP around it."""
+"""`SplitBatch`: the batch of a process is split over its devices. `ReplicatedSplitBatch`: DDP around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 ACCELERATORS = ("cpu", "cuda", "mps")
-"""torch copies a model to several devices of one process for CUDA only; of mps there is one."""
+"""Supported accelerators: torch replicates a model over several devices for CUDA only."""
 
 
 class SplitBatch(Layout):
@@ -39,8 +39,8 @@ class SplitBatch(Layout):
     traits = Traits(data_parallel=True, accelerators=ACCELERATORS)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """The module that splits its batches; `module` itself where nothing is gained by it: for a single
-        device, and on the CPU, as torch's DataParallel has it.
+        """Return the module with batches split over devices; `module` itself for a single device or
+        the CPU.
         """
         split: Module = module
         if len(self.devices) > 1 and self.devices[0].type != "cpu":
@@ -49,7 +49,7 @@ class SplitBatch(Layout):
         return super().wrap(split, topology)
 
     def unwrap(self, wrapped: Module) -> Module:
-        """The user's module."""
+        """Return the user's module."""
         inner: Module = uncompiled(super().unwrap(wrapped))
         return inner.module if isinstance(inner, DeviceSplit) else inner
 
@@ -70,30 +70,30 @@ class ReplicatedSplitBatch(SplitBatch, Replicate):
 
 
 class DeviceSplit(DataParallel[Module]):
-    """torch's DataParallel, for trees whose tensors have the same rows, with the caller's autocast dtype in
-    its threads.
+    """torch's DataParallel with trees as arguments and outputs, and the caller's autocast dtype in its
+    threads.
 
     Args:
         module: The user's module, on the first device.
-        devices: One for each replica.
+        devices: Device of each replica.
     """
 
     def __init__(self, module: Module, devices: list[torch.device]) -> None:
         super().__init__(module, device_ids=devices)
         self.training = module.training
 
-    # Replicas that are made anew in each call would be compiled anew: torch.compile leaves this to Python.
+    # Not compiled: each call creates new replicas, which would be compiled again.
     forward = eager(DataParallel.forward)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """The user's module's parameters under its own names, for error messages; none with recurse=False."""
+        """Yield the user's parameters with the user's names, for errors; none with recurse=False."""
         if recurse:
             yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        """The arguments of each replica, on its device.
+        """Return the arguments of each replica, on its device.
 
         Raises:
             ConfigurationError: The arguments cannot be split (see `MicrobatchArgs`).
@@ -107,7 +107,7 @@ class DeviceSplit(DataParallel[Module]):
         return [args for args, _ in moved], [kwargs for _, kwargs in moved]
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas at the same time, each in the caller's grad mode and autocast."""
+        """Run the replicas in parallel, each in the caller's grad mode and autocast."""
         kind = self.src_device_obj.type
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         calls: Any = [partial(_under_autocast, replica, autocast) for replica in replicas]
@@ -115,7 +115,7 @@ class DeviceSplit(DataParallel[Module]):
         return outputs
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """One output, on the first device: tensors joined along dim 0, numbers as a vector.
+        """Return one output on the first device: tensors joined along dim 0, 0-dim tensors as a vector.
 
         Raises:
             UsageError: The outputs are no trees of tensors (and Nones) of one structure.
@@ -136,6 +136,6 @@ class DeviceSplit(DataParallel[Module]):
 
 
 def _under_autocast(replica: Module, autocast: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """A replica's forward in a thread, which torch gives its default dtype of autocast."""
+    """Run a replica's forward in a thread, where torch would use the default autocast dtype."""
     with torch.autocast(*autocast):
         return replica(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A call's arguments in parts along dim 0. On any tree; changes none."""
+"""`MicrobatchArgs`: the arguments of a call, split along dim 0 into several calls."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MicrobatchArgs:
-    """The arguments of at most `count` calls, sizes as of `torch.chunk`: 5 rows in 4 parts are 2, 2 and 1.
+    """The arguments of at most `count` calls, with sizes of `torch.chunk`: 5 rows for count=4 are 2, 2 and 1.
 
-    Every tensor with dimensions gives each call its own rows (views: what a forward writes into them reaches
-    the caller). 0-dim tensors and leaves that are no tensors go to every call. Without rows to split (an
-    empty batch, no tensor) there is one call, with the very objects that were given.
+    Tensors with dimensions are split into views, so a forward's in-place changes reach the caller. 0-dim
+    tensors and other leaves are passed to every call. Without rows (an empty batch, no tensor) there is one
+    call, with the same objects.
 
     Args:
         args: The positional arguments of the whole call.
         kwargs: Its keyword arguments.
-        count: How many parts there may be.
-        into: What the parts are for, in errors.
+        count: Maximum number of calls.
+        into: Name of the parts, for errors.
 
     Raises:
         ConfigurationError: Tensors differ in their number of rows, or one is a PackedSequence.
@@ -61,29 +61,29 @@ class MicrobatchArgs:
         rows = next(iter(sizes), 0)
         each = -(-rows // count)
         self.sizes = [min(each, rows - start) for start in range(0, rows, each)] if rows else [1]
-        """Rows of each part; [1] where there are no rows to split."""
+        """Number of rows of each call; [1] without rows."""
 
     def head(self, rows: int) -> Call:
-        """The arguments of a call with the first `rows` rows."""
-        own = [leaf.narrow(0, 0, rows) if _has_rows(leaf) else leaf for leaf in self._leaves]
-        call: Call = unflatten(own, self._spec, self.whole)
+        """Return the arguments of a call with the first `rows` rows."""
+        leaves = [leaf.narrow(0, 0, rows) if _has_rows(leaf) else leaf for leaf in self._leaves]
+        call: Call = unflatten(leaves, self._spec, self.whole)
         return call
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Call]:
-        """One part after the other, each made when it is asked for: an earlier one may have changed the rows
-        in place, and with them what autograd knows of the whole.
+        """Yield the arguments of each call. Views are created lazily: an earlier call may have changed its
+        rows in place, which changes the autograd graph of the whole tensor.
         """
         if len(self) == 1:
             yield self.whole
             return
         start = 0
         for length in self.sizes:
-            # narrow, not chunk: torch refuses to change one of several views in place.
-            own = [leaf.narrow(0, start, length) if _has_rows(leaf) else leaf for leaf in self._leaves]
-            yield unflatten(own, self._spec, self.whole)
+            # narrow, not chunk: torch forbids in-place changes of one of several views.
+            leaves = [leaf.narrow(0, start, length) if _has_rows(leaf) else leaf for leaf in self._leaves]
+            yield unflatten(leaves, self._spec, self.whole)
             start += length
 
 
@@ -92,7 +92,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _has_packed(spec: Spec) -> bool:
-    # A namedtuple whose tensors are no rows of the batch: split or joined as one it would be wrong silently.
+    # A namedtuple whose tensors are no rows of the batch: a split would be silently wrong.
     if spec.kind is PackedSequence:
         return True
     return any([_has_packed(child) for child in spec.children if child.kind is not None])

@@ -1,4 +1,6 @@
-"""`DataParallelStrategy`: one process, the batch split over its devices. `DDP2Strategy`: DDP of such ones."""
+"""`DataParallelStrategy`: one process whose batch is split over its devices. `DDP2Strategy`: DDP
+around it.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,28 @@ if TYPE_CHECKING:
 class DataParallelStrategy(ParallelStrategy):
     """One process that splits each batch over its devices and gathers the outputs (torch's DataParallel).
 
-    One `batch_size` means the batch of all devices together: with batch_size=32 and devices=4, each replica
-    sees 8 rows, and the loss sees 32. `fabric.world_size` is 1, loaders are not sharded, `launch` starts
-    nothing. Gradients are those of plain torch on the whole batch, apart from layers that look at the rows of
-    a batch together (batch norm): these see a replica's part, and keep the statistics of replica 0.
+    `batch_size` is that of all devices together: with batch_size=32 and devices=4, each replica gets 8 rows,
+    and the loss 32. `fabric.world_size` is 1, loaders are not sharded, `launch` starts no processes.
+    Gradients are those of plain torch on the whole batch, except in layers that compute across rows (batch
+    norm): they get the rows of a replica, and keep the statistics of replica 0.
 
     Tensors in the arguments of `model(...)`, in any nesting, are split along dim 0 as by `torch.chunk`; all
-    must have the same number of rows. Other arguments go to every replica. Outputs come back as one: tensors
-    are joined along dim 0, a 0-dim output becomes a vector with one entry a replica (average it weighted by
-    rows); other outputs than tensors cannot be joined. Methods other than `forward` are not split.
+    must have the same number of rows. Other arguments are passed to every replica. Outputs are joined along
+    dim 0; a 0-dim output becomes a vector with one entry per replica (average it weighted by rows). Outputs
+    must be tensors. Methods other than `forward` are not split.
 
-    On CUDA replicas run at the same time, and each draws from its device's stream. torch.compile around the
-    model compiles nothing inside the replicas; compile its parts instead. On the CPU `devices=` changes
-    nothing: the model sees the whole batch, as with torch's DataParallel.
+    On CUDA replicas run in parallel, with the random generators of their devices. torch.compile around the
+    model compiles nothing inside the replicas; compile submodules instead. On the CPU `devices=` has no
+    effect: the model gets the whole batch, as in torch's DataParallel.
 
     Args:
         accelerator: As in `Strategy`.
-        parallel_devices: The devices of this process; None: chosen by `Fabric`, which takes all GPUs
-            there are for devices="auto".
+        parallel_devices: The devices of this process; None: chosen by `Fabric`, for devices="auto" all GPUs.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
 
     Raises:
-        ConfigurationError: When `Fabric` is made: several machines, or several processes that were started.
+        ConfigurationError: In `Fabric(...)`: several machines, or several processes were started.
     """
 
     layout: SplitBatch
@@ -65,19 +66,19 @@ class DataParallelStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """None: this process sees all data."""
+        """None: this process reads all data."""
         return None
 
     def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
-            ConfigurationError: Several machines, or several processes that were started.
+            ConfigurationError: Several machines, or several processes were started.
         """
         environment, num_nodes = plan.environment, plan.num_nodes
         started = environment.world_size() if environment.creates_processes_externally else 1
         if num_nodes > 1 or started > 1:
-            what = f"num_nodes={num_nodes} asks for more" if num_nodes > 1 else f"{started} were started"
+            what = f"num_nodes={num_nodes} needs more" if num_nodes > 1 else f"{started} were started"
             raise ConfigurationError(
                 f'strategy="dp" is one process that holds all devices={len(plan.devices)}, but {what}. Start '
                 'one process with num_nodes=1, or write strategy="ddp" (a process for each device) or '
@@ -88,14 +89,14 @@ class DataParallelStrategy(ParallelStrategy):
     def _init_topology(self) -> None:
         if not self.parallel_devices:
             raise ConfigurationError(
-                f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
+                f"{type(self).__name__} belongs to no Fabric yet. Pass it as Fabric(strategy=...)."
             )
         self.topology = Topology(device=self.parallel_devices[0])
 
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         return None
 
-    # Those of one rank:
+    # The implementations for one rank:
     group_collective = Strategy.group_collective
     barrier = Strategy.barrier
     _join_ranks = Strategy._join_ranks
@@ -103,16 +104,15 @@ class DataParallelStrategy(ParallelStrategy):
 
 
 class DDP2Strategy(DDPStrategy):
-    """`DataParallelStrategy` inside each machine, DDP across machines: the loss sees a machine's whole batch.
+    """`DataParallelStrategy` within each machine, DDP across machines: a loss gets a machine's whole batch.
 
-    For losses that compare all samples with each other (contrastive losses). One `batch_size` means the batch
-    of all devices of one machine: with batch_size=32, devices=4 and num_nodes=2, each replica sees 8 rows,
-    each loss 32, and an optimizer step 64. There is one process, and so one rank, for each machine:
-    `world_size` is the number of machines, and loaders are sharded by machine. All ranks make the calls that
-    all ranks make under DDP: setup, `fabric.backward`, collectives, save and load.
+    For losses that compare all samples with each other (contrastive losses). `batch_size` is that of all
+    devices of one machine: with batch_size=32, devices=4 and num_nodes=2, each replica gets 8 rows, each loss
+    32, and an optimizer step 64. There is one process, and so one rank, per machine: `world_size` is the
+    number of machines, and loaders are sharded by machine. The collectives are those of DDP: setup,
+    `fabric.backward`, verbs, save and load.
 
-    Gradients are the mean over machines of each machine's own, where `fabric.backward` (or `loss.backward()`)
-    leaves them on all ranks. How a batch is split and gathered, which random numbers are drawn: as in
+    Gradients are the mean over machines. Batches are split and gathered, and random numbers drawn, as in
     `DataParallelStrategy`. Buffers are those of replica 0 of machine 0.
 
     Start one process on each machine: `torchrun --nnodes N --nproc-per-node 1 ...`, or the script itself with
@@ -121,8 +121,8 @@ class DDP2Strategy(DDPStrategy):
     Arguments are those of `DDPStrategy`.
 
     Raises:
-        ConfigurationError: A `start_method` or `context_parallel`. When `Fabric` is made: several processes
-            were started on this machine.
+        ConfigurationError: `start_method` or `context_parallel` was passed. In `Fabric(...)`: several
+            processes were started on this machine.
     """
 
     layout: ReplicatedSplitBatch
@@ -132,7 +132,7 @@ class DDP2Strategy(DDPStrategy):
         for name in ("start_method", "context_parallel"):
             if name in kwargs:
                 raise ConfigurationError(
-                    f"DDP2Strategy({name}={kwargs[name]!r}): there is one process on each machine, which "
+                    f"DDP2Strategy got {name}={kwargs[name]!r}. It runs one process per machine, which "
                     f"splits batches over its devices. Leave {name} out, or write DDPStrategy({name}=...)."
                 )
         super().__init__(*args, **kwargs)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module with the names of parameters and buffers that its user excludes from DDP."""
+"""Attribute of a module with the names of parameters and buffers that the user excludes from DDP."""
 
 
 def leave_out_of_ddp(module: Any, names: list[str]) -> None:
-    """Exclude parameters and buffers, by name, from a DDP replica that is made of the module later."""
+    """Exclude parameters and buffers, by name, from DDP, before the module is wrapped."""
     setattr(module, NOT_AVERAGED, names)
 
 
@@ -31,11 +31,11 @@ check_reduced = methodcaller("_check_reducer_finalized")
 """Raise RuntimeError, with names of parameters, if a replica's reducer still waits for gradients."""
 
 disarm = methodcaller("_reset_state")
-"""Reset a reducer so that it waits for no gradient."""
+"""Reset a reducer: it expects no gradients until `prepare_for_backward`."""
 
 has_built_buckets = attrgetter("_has_rebuilt_buckets")
 """Whether a reducer has rebuilt its buckets. A reducer that is reset before rebuilds them in a later forward,
-perhaps on this rank alone."""
+which other ranks may not make."""
 
 
 def build_buckets(replica: Any) -> None:
@@ -46,7 +46,7 @@ def build_buckets(replica: Any) -> None:
 def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     """Give a replica whose backward failed a new reducer with its own memory.
 
-    Reductions that the old reducer started complete later, in memory that is no longer read.
+    Reductions that the old reducer started complete later, in memory that is not read any more.
     """
     group = replica.process_group
     frozen = [p for p in trained if not p.requires_grad]
@@ -61,27 +61,31 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     if group is not replica.process_group:
         replica.process_group = group
         replica.reducer._update_process_group(group)
-    hook_again(replica)
+    restore_comm_hooks(replica)
 
 
-def leave_out(replica: Any, elsewhere: set[Any], trained: list[torch.nn.Parameter]) -> None:
-    """Restrict a replica's reducer to `trained`. It ignores `elsewhere` and what its user ignores."""
+def leave_out(replica: Any, reduced_elsewhere: set[Any], trained: list[torch.nn.Parameter]) -> None:
+    """Restrict a replica's reducer to `trained`; it ignores `reduced_elsewhere` and the user's exclusions."""
     replica.require_backward_grad_sync = bool(trained)
-    if not trained:  # keep a reducer: copies of the replica build theirs of the same parameters
+    if not trained:  # a reducer must stay: copies of the replica build theirs of the same parameters
         replica.reducer._remove_autograd_hooks()
-        elsewhere = set()
+        reduced_elsewhere = set()
     users = replica.__dict__.setdefault("_fabric_ignored", {*replica.parameters_to_ignore})
-    parts = replica.module.named_modules()
-    # The reducer writes ".weight" for a parameter of the outermost module.
-    names = [f"{path}.{n}" for path, part in parts for n, p in part._parameters.items() if p in elsewhere]
+    # The reducer's name of a parameter of the outermost module is ".weight".
+    names = [
+        f"{path}.{name}"
+        for path, module in replica.module.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter in reduced_elsewhere
+    ]
     ignored = {*users, *names}
     before, replica.parameters_to_ignore = replica.parameters_to_ignore, ignored
     if before != ignored and trained:
         renew_reducer(replica, trained)
 
 
-def hook_again(replica: Any) -> None:
-    """Register the communication hooks of a replica with its new reducer."""
+def restore_comm_hooks(replica: Any) -> None:
+    """Register the user's communication hooks of a replica with its new reducer."""
     hooks, replica._comm_hooks = replica._comm_hooks, []
     for hook, state in hooks:
         replica.register_comm_hook(state, hook)

@@ -1,6 +1,6 @@
-"""Parameters that two models share, such as an encoder of actor and critic: `Replicate` reduces them itself.
+"""Parameters that two models share, such as the encoder of actor and critic: they have their own replica.
 
-A DDP reducer waits for all of its parameters, and a backward may go through one of the models alone.
+A DDP reducer waits for all of its parameters, but a backward may go through one of the models only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class SharedParameters(Module):
     """The parameters and buffers that two models have, by their names in the first of them.
 
     Args:
-        parameters: With their names.
+        parameters: {parameter: its name}.
         one: The first model.
-        other: The second one.
+        other: The second model.
     """
 
     def __init__(self, parameters: dict[Parameter, str], one: Module, other: Module) -> None:
@@ -33,6 +33,7 @@ class SharedParameters(Module):
         self._buffers.update({name: b for name, b in one.named_buffers() if b in buffers})
 
 
-def reducing(replica: Any, known: Any) -> list[Any]:
-    """The replicas that reduce the parameters of one, by what is known of each: itself, and shared ones."""
-    return [replica, *itertools.chain(*[reducing(shared, known) for shared in known[replica].shared])]
+def replicas_reducing(replica: Any, states: Any) -> list[Any]:
+    """Return the replicas that reduce parameters of one model: itself, and those of shared parameters."""
+    shared = states[replica].shared
+    return [replica, *itertools.chain(*[replicas_reducing(one, states) for one in shared])]

@@ -1,4 +1,4 @@
-"""`DDPStrategy`: all parameters on every rank, gradients averaged."""
+"""`DDPStrategy`: data parallel training with all parameters on every rank."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class DDPStrategy(ParallelStrategy):
         cluster_environment: As in `ParallelStrategy`.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
-        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: the one for the devices.
         timeout: How long a collective waits for the other ranks.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
-        context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
-        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, bucket_cap_mb, ...).
-            Defaults that are not torch's: `layouts/replicate.py`.
-            `process_group=`: this Fabric is one of these ranks. Its verbs, loaders and checkpoints are among
-            them, and `is_global_zero` is true on the first; ranks outside make none of its calls.
-            `static_graph=True` is taken and changes nothing: torch's static graphs leave gradients
-            unsynchronised, without a word, where a backward is not as the first one was.
+        startup_timeout: How long ranks wait for each other at startup.
+        context_parallel: `ContextParallel(...)` shards long sequences over ranks; None: no sharding.
+        kwargs: Keyword arguments of DistributedDataParallel (find_unused_parameters, bucket_cap_mb, ...).
+            Defaults that differ from torch's: `Replicate._keywords` in `ddp/replicate.py`.
+            `process_group=`: Verbs, loaders and checkpoints of this Fabric are among these ranks, and
+            `is_global_zero` is true on the first. Other ranks must make none of its calls.
+            `static_graph=True` has no effect: torch's static graphs silently leave gradients unsynchronised
+            if a backward differs from the first one.
 
     Raises:
         ConfigurationError: Unknown `start_method`; `process_group` with `context_parallel`.

@@ -1,4 +1,4 @@
-"""Values for parameters on the meta device, block by block, so that a whole model never sits on one rank."""
+"""Initialisation of parameters on the meta device, block by block, so that no rank holds a whole model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Materialiser:
-    """Gives meta tensors of a model their memory and their values.
+    """Allocates and initialises the meta tensors of a model.
 
-    Tensors that were made under `init_module(empty_init=True)` get the values of a plain construction. Others
-    (a user's own `torch.device("meta")`) are recorded from here on, and the modules' `reset_parameters()`
-    called, inner ones first.
+    Tensors created under `init_module(empty_init=True)` get the values of a plain construction. For others
+    (of `torch.device("meta")`) the modules' `reset_parameters()` are called, inner modules first.
 
     Args:
         model: The user's model.
-        device: Where the values go.
-        init: A function (module) that initialises a module's own parameters, in place of `reset_parameters`.
+        device: Device of the values.
+        init: A function (module) that initialises a module's direct parameters, in place of
+            `reset_parameters`.
 
     Raises:
-        UsageError: Something has no values after that; the message names it.
+        UsageError: A tensor is not initialised after that; the error names it.
     """
 
     def __init__(
@@ -43,63 +43,64 @@ class Materialiser:
         device: torch.device,
         init: Callable[[Module], Any] | None = None,
     ) -> None:
-        self._made: dict[Tensor, Tensor] = {}
-        """For each meta tensor the real one; all places of one (tied weights) get the same."""
+        self._materialised: dict[Tensor, Tensor] = {}
+        """{meta tensor: real tensor}; tied weights get the same one."""
         recorder = DeferredInit(device)
         adopted: dict[Tensor, Any] = {}
         bare: set[Module] = set()
         for module in innermost_first(model):
-            for slots, name, tensor in own_meta(module):
+            for slots, name, tensor in meta_slots(module):
                 if not isinstance(tensor, DeferredTensor):
                     if tensor not in adopted:
                         adopted[tensor] = recorder.adopt(tensor)
                     slots[name] = adopted[tensor]
-                if not slots[name].recorder.knows(slots[name]):
+                if not slots[name].recorder.has_values(slots[name]):
                     bare.add(module)
-            own = [getattr(module, name) for name in RESET_METHODS if callable(getattr(module, name, None))]
-            resets = [partial(init, module)] if init else own[:1]
+            methods = [getattr(module, n) for n in RESET_METHODS if callable(getattr(module, n, None))]
+            resets = [partial(init, module)] if init else methods[:1]
             if not bare.isdisjoint(module.modules()):
                 for reset in resets:
                     reset()
-        _check_known(model)
+        _check_initialised(model)
 
     @torch.no_grad()
     def fill(self, block: Module, replay: bool) -> None:
-        """Memory for all tensors of `block`, and with `replay` their values."""
+        """Allocate all tensors of `block`; with `replay` initialise them."""
         for module in block.modules():
-            for slots, name, tensor in own_meta(module):
-                if tensor not in self._made:
+            for slots, name, tensor in meta_slots(module):
+                if tensor not in self._materialised:
                     real = tensor.recorder.make(tensor, replay or is_rank_local(module, name))
                     if isinstance(tensor, Parameter):
                         real = Parameter(real, tensor.requires_grad)
                     real.__dict__.update(tensor.users_attributes())
-                    self._made[tensor] = real
-                slots[name] = self._made[tensor]
+                    self._materialised[tensor] = real
+                slots[name] = self._materialised[tensor]
 
     def release(self, block: Module) -> None:
-        """Let go of the block's whole tensors, which are about to be split."""
-        gone = {*block.parameters(), *block.buffers()}
-        self._made = {meta: real for meta, real in self._made.items() if real not in gone}
+        """Drop references to the block's full tensors, before they are sharded."""
+        released = {*block.parameters(), *block.buffers()}
+        self._materialised = {meta: real for meta, real in self._materialised.items() if real not in released}
 
 
-def _check_known(model: Module) -> None:
+def _check_initialised(model: Module) -> None:
     missing = [
         f"{path}{'.' * bool(path)}{name} of {type(module).__name__}"
         for path, module in model.named_modules()
-        for _, name, tensor in own_meta(module)
-        if not tensor.recorder.knows(tensor)
+        for _, name, tensor in meta_slots(module)
+        if not tensor.recorder.has_values(tensor)
     ]
     if missing:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise UsageError(
-            f"{type(model).__name__} has no initial values for {', '.join(missing[:8])}{more}: on the "
-            "meta device, and never initialised. Build it under `with fabric.init_module(empty_init=True):` "
-            "with values for all parameters, or give these modules a reset_parameters() that sets them."
+            f"{type(model).__name__} has no initial values for {', '.join(missing[:8])}{more}: they are on "
+            "the meta device, and never initialised. Build it under `with "
+            "fabric.init_module(empty_init=True):` with values for all parameters, or give these modules a "
+            "reset_parameters() that sets them."
         )
 
 
-def own_meta(module: Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """A module's own tensors without memory, and where they stand."""
+def meta_slots(module: Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield (dictionary, name, tensor) of a module's direct meta tensors."""
     for slots in (module._parameters, module._buffers):
         for name, tensor in list(slots.items()):
             if tensor is not None and tensor.is_meta:

@@ -1,7 +1,7 @@
-"""`FullyShard`: parameters, gradients and optimizer states split over ranks (torch's FSDP2, `fully_shard`).
+"""`FullyShard`: parameters, gradients and optimizer states sharded over ranks (torch's FSDP2, `fully_shard`).
 
-One layout with settings: zero2, zero3, hsdp and CPU offload differ only in them. Which modules form a group
-is `blocks.py`; full values and norms of what is split is `dtensors.py`; meta tensors are `materialise.py`.
+zero2, zero3, hsdp and CPU offload are settings of this layout. `blocks.py` chooses the groups, `dtensors.py`
+converts from and to full tensors, and `materialise.py` initialises meta tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fabric.core.precision import POLICIES
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
-from fabric.strategies.sharding._torch import whole_of
+from fabric.strategies.sharding._torch import unsharded_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import SPLIT, is_split
+from fabric.strategies.sharding.split import SPLIT, is_dtensor
 from fabric.strategies.tensor_sync import broadcast_from_zero, on_any_rank
 
 if TYPE_CHECKING:
@@ -43,29 +43,29 @@ class ShardSettings:
     """Arguments of `fully_shard`; the arguments of users are those of `FSDPStrategy`."""
 
     blocks: Any = None
-    """Which modules form groups: see `choose_blocks`."""
+    """Policy of the modules that form groups: see `choose_blocks`."""
     checkpointed: Any = None
-    """Which modules recompute their activations in backward: see `choose_blocks`; None: none."""
+    """Policy of the modules that recompute activations in backward: see `choose_blocks`; None: none."""
     reshard_after_forward: bool | int | None = None
     """Whether parameters are freed between forward and backward; None: all but the root group's."""
     mesh: Any = None
-    """(replicate, shard) sizes or a DeviceMesh; None: all ranks, or by node where `hybrid`."""
+    """(replicate, shard) sizes or a DeviceMesh; None: all ranks, or with `hybrid` (nodes, ranks per node)."""
     hybrid: bool = False
-    """Split within a node, replicate across nodes."""
+    """Shard within a node, replicate across nodes."""
     whole: bool = False
-    """Not split at all: a replica on every rank."""
+    """No sharding: a replica on every rank."""
     mixed_precision: Any = None
     """torch's MixedPrecisionPolicy; None: by the precision."""
     offload: bool = False
     """Whether parameters, gradients and optimizer states stay in host memory."""
     ignored: set[Any] = field(default_factory=set)
-    """Parameters that are left whole, and whose gradients are left local."""
+    """Parameters that are not sharded, and whose gradients are not reduced."""
     unused: bool = False
     """Whether ranks may use different parameters."""
     init: Callable[[Module], Any] | None = None
-    """Initialises a module's own parameters that are on the meta device."""
+    """Function that initialises a module's direct parameters on the meta device."""
     prefetch: bool = False
-    """Whether the next group is gathered while one computes."""
+    """Whether the next group is unsharded while one computes."""
 
 
 class FullyShard(FSDP2Runtime):
@@ -87,7 +87,7 @@ class FullyShard(FSDP2Runtime):
         self._matched: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Groups and models belong to their process; a spawned rank joins anew.
+        # Process groups and models belong to one process; a spawned rank calls `join` itself.
         return type(self), (self.settings,)
 
     def resolve(self, plan: Any) -> None:
@@ -95,7 +95,7 @@ class FullyShard(FSDP2Runtime):
         self.sizes(len(plan.devices), plan.num_nodes)
 
     def join(self, strategy: Any) -> None:
-        """Make the mesh. All ranks must call this.
+        """Create the mesh. All ranks must call this.
 
         Raises:
             ConfigurationError: The sizes of the mesh do not multiply to the number of ranks.
@@ -111,19 +111,19 @@ class FullyShard(FSDP2Runtime):
             self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=names)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """The module itself, split group by group; rank zero's values count. All ranks must call this.
+        """Return the module, sharded group by group, with rank zero's values. All ranks must call this.
 
-        What another model has, too, stays in that one's groups, which calls of its layers gather.
+        Submodules that another model has, too, stay in that model's groups.
 
         Raises:
             ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
-            UsageError: A parameter on the meta device that nothing initialises.
+            UsageError: A meta parameter is never initialised.
         """
-        size = sum([p.numel() for p in module.parameters() if not is_split(p)])
+        size = sum([p.numel() for p in module.parameters() if not is_dtensor(p)])
         if size == 0:
             check_whole(module)
-            with self.following(module):
-                self._bring(module, topology)
+            with self.recording_replacements(module):
+                self._move_and_broadcast(module, topology)
             return module
         if size < topology.world_size:
             raise ConfigurationError(
@@ -135,16 +135,16 @@ class FullyShard(FSDP2Runtime):
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
         self._agree(module, blocks)
-        with self.following(module):
+        with self.recording_replacements(module):
             self._split(module, set(blocks), topology)
         self._finish(module, blocks)
         return module
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        return is_split(parameter) or parameter in self.settings.ignored
+        return is_dtensor(parameter) or parameter in self.settings.ignored
 
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
-        """The modules that a policy names; it must match something in one of the models that are set up."""
+        """Return the modules that a policy chooses. It must match in one of the models that are set up."""
         may_be_empty = name in self._matched or next(module.children(), None) is None
         chosen = choose_blocks(module, policy, name, may_be_empty)
         if chosen:
@@ -154,12 +154,12 @@ class FullyShard(FSDP2Runtime):
 
     def _check_parameters(self, module: Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter in self.settings.ignored or is_split(parameter):
+            if parameter in self.settings.ignored or is_dtensor(parameter):
                 continue
-            if self._now(parameter) is not parameter:
+            if self._current_parameter(parameter) is not parameter:
                 raise UsageError(
-                    f"{name} is a parameter of another model, too, which was set up before and has its parts "
-                    "now. Let both models have the module that it belongs to, and call that; or write "
+                    f"{name} is a parameter of another model, too, whose setup replaced it by its shard. "
+                    "Share the module that it belongs to between both models, and call that; or write "
                     'strategy="ddp".'
                 )
             if not parameter.is_contiguous():
@@ -169,12 +169,12 @@ class FullyShard(FSDP2Runtime):
                 )
             if has_hooks(parameter):
                 raise UsageError(
-                    f"{name} has a hook on its gradient, which setup would lose: a part takes the place of "
-                    "the parameter. Register hooks after fabric.setup, on model.named_parameters()."
+                    f"{name} has a hook on its gradient, which setup would lose, since it replaces the "
+                    "parameter by its shard. Register hooks after fabric.setup, on model.named_parameters()."
                 )
 
     def _agree(self, module: Module, blocks: list[Module]) -> None:
-        """Raise on all ranks if a policy chose other groups on some of them."""
+        """Raise on all ranks if policies chose different groups on them."""
         if self.channel is not None:
             inside = {part: name for name, part in module.named_modules()}
             names = ", ".join([inside[block] for block in blocks])
@@ -183,7 +183,7 @@ class FullyShard(FSDP2Runtime):
             )
 
     def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, ...]:
-        """(replicate, shard) sizes of the mesh, or (shard,).
+        """Return the (replicate, shard) sizes of the mesh, or (shard,).
 
         Raises:
             ConfigurationError: They do not multiply to the number of ranks.
@@ -204,7 +204,7 @@ class FullyShard(FSDP2Runtime):
         return sizes
 
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
-        """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
+        """Initialise and shard one group after the other, inner ones first: one is unsharded at a time."""
         maker = Materialiser(module, topology.device, self.settings.init)
         for part in innermost_first(module):
             if part in blocks or part is module:
@@ -214,7 +214,7 @@ class FullyShard(FSDP2Runtime):
         from torch.distributed.fsdp import fully_shard
 
         maker.fill(block, replay=topology.rank == 0)
-        on_host = self._bring(block, topology)
+        on_host = self._move_and_broadcast(block, topology)
         maker.release(block)
         settings = self.settings
         fully_shard(
@@ -223,22 +223,23 @@ class FullyShard(FSDP2Runtime):
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=self.precision_policy(block),
             offload_policy=_offload_policy(settings.offload, topology.device),
-            ignored_params={*settings.ignored, *filter(is_split, block.parameters())} or None,
+            ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
         )
-        # An optimizer that was made before setup holds them until all blocks are split.
+        # An optimizer that was created before setup has references to them until all blocks are sharded.
         for parameter, values in on_host:
             parameter.data = values
 
-    def _bring(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
-        """The block's whole tensors on the device, with rank zero's values. All ranks must call this.
+    def _move_and_broadcast(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
+        """Move the block's full tensors to the device, and broadcast rank zero's values. All ranks must call
+        this.
 
-        Gives parameters that a part is about to replace, with the memory that they were in before.
+        Returns (parameter, its data before it was moved) of parameters that will be replaced by shards.
         """
         held: dict[int, Tensor] = {}
         moved: list[tuple[Tensor, Tensor]] = []
         for part in _own_modules(block):
             for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is None or is_split(tensor):
+                if tensor is None or is_dtensor(tensor):
                     continue
                 ignored = tensor in self.settings.ignored
                 if tensor.device != topology.device:
@@ -252,35 +253,34 @@ class FullyShard(FSDP2Runtime):
         return moved
 
     def precision_policy(self, block: Module | None = None) -> Any:
-        """torch's MixedPrecisionPolicy for a group: the one given, or what the precision means."""
+        """Return torch's MixedPrecisionPolicy for a group: that of the settings, or of the precision."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         given, policy = self.settings.mixed_precision, self.policy
         if given is not None or policy is None or not policy.autocast:
             return given or MixedPrecisionPolicy()
-        # Gathered in half precision, summed in single; autocast around the forward decides the rest, as on
-        # one rank. Batch norm takes no half parameters for inputs in single precision: its group stays as it
-        # is.
+        # All-gather in half precision, reduce in single; autocast around the forward casts the rest, as on
+        # one rank. Batch norm does not support half parameters with single inputs: its group is not cast.
         normed = block is not None and any([isinstance(part, BatchNorm) for part in _own_modules(block)])
         half = None if normed else policy.compute
         return MixedPrecisionPolicy(half, policy.reduce, cast_forward_inputs=False)
 
     def _finish(self, module: Any, blocks: list[Module]) -> None:
         if self.settings.prefetch:
-            for one, following in itertools.pairwise(blocks):
-                one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-        self.open_gate(module)
+            for block, following in itertools.pairwise(blocks):
+                block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        self.install_call_guard(module)
         if self.settings.unused and self.channel is not None:
             reduce_in_place(module, partial(_reduce_used, channel=self.channel))
 
 
 def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel) -> None:
-    """Reduce a group's gradients, zeros counting for ranks that have none. All ranks must call this.
+    """Reduce a group's gradients, with zeros for ranks that have none. All ranks must call this.
 
-    torch's own way (`set_reduce_scatter_unused_params`) makes zeros of what no rank has used, too, which
-    weight decay and momentum would move.
+    torch's `set_reduce_scatter_unused_params` also writes zeros for parameters that no rank used. Weight
+    decay and momentum would then change them.
     """
-    wholes = [whole for part in parts if (whole := whole_of(part)) is not None and whole.requires_grad]
+    wholes = [whole for part in parts if (whole := unsharded_of(part)) is not None and whole.requires_grad]
     used = on_any_rank([whole.grad is not None for whole in wholes], channel)
     for whole, any_has in zip(wholes, used, strict=True):
         if any_has and whole.grad is None:
@@ -290,7 +290,7 @@ def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel)
 
 
 def _own_modules(block: Module) -> Iterator[Module]:
-    """The block and the modules in it, less those that are split already."""
+    """Yield the block and its submodules, except those that are sharded already."""
     yield block
     for child in block.children():
         if not is_fsdp(child):
@@ -309,7 +309,7 @@ def _recompute(modules: list[Module]) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward whose activations are computed again in backward, as often as a backward comes."""
-    # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
+    """Run a forward whose activations are recomputed in each backward."""
+    # No early stop: RReLU writes into a tensor after saving it, and must run to its end.
     with set_checkpoint_early_stop(False):
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

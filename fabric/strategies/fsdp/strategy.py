@@ -1,5 +1,6 @@
-"""`FSDPStrategy`: parameters, gradients and optimizer states split over ranks. FSDP2 underneath: what users
-write for FSDP1 is said in its terms, by one table of what each keyword may be, and translations.
+"""`FSDPStrategy`: parameters, gradients and optimizer states sharded over ranks by FSDP2.
+
+Arguments of FSDP1 are validated by one table, and translated to those of FSDP2.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _is_mesh(mesh: Any) -> bool:
 
 
 _FLAG: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, bool), "True or False")
-_SETTLED: tuple[Callable[[Any], bool], str] = (lambda value: value is True, "True, which is how FSDP2 works")
+_ALWAYS: tuple[Callable[[Any], bool], str] = (lambda value: value is True, "True, which is how FSDP2 works")
 _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sharding_strategy": (
         lambda value: getattr(value, "name", value) in [*_SHARDING],
@@ -78,59 +79,59 @@ _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "find_unused_parameters": _FLAG,
     "forward_prefetch": _FLAG,
-    "use_orig_params": _SETTLED,
-    "limit_all_gathers": _SETTLED,
-    "sync_module_states": _SETTLED,
+    "use_orig_params": _ALWAYS,
+    "limit_all_gathers": _ALWAYS,
+    "sync_module_states": _ALWAYS,
 }
-"""Of keywords: what fits, and what they must be."""
+"""{argument: (predicate of valid values, description of them)}."""
 
 _OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states", "backward_prefetch", "device_id")
-"""Keywords that any value fits, or that are looked at elsewhere. FSDP2 decides the last two by itself."""
+"""Arguments without a check here. The last two have no effect in FSDP2."""
 
 
 class FSDPStrategy(ParallelStrategy):
     """Sharded data parallel training by torch's `fully_shard` (FSDP2), one process per device.
 
-    `fabric.setup` splits the model in place, group by group: its parameters become DTensors. Optimizers made
-    before or after setup, `clip_gradients`, `save` and `load` deal in the whole model, with the user's keys.
-    Every forward is a collective: all ranks must make it. The keywords are those of FSDP1 wherever FSDP2 has
-    the like; one that has none is refused.
+    `fabric.setup` shards the model in place, group by group: its parameters become DTensors. Optimizers may
+    be created before or after setup. `clip_gradients`, `save` and `load` act on the full model, with the
+    user's keys. Every forward is a collective: all ranks must make it. Arguments are those of FSDP1; one
+    without a counterpart in FSDP2 is an error.
 
     Args:
         accelerator: As in `Strategy`.
         parallel_devices: As in `ParallelStrategy`.
         cluster_environment: As in `ParallelStrategy`.
         precision: As in `Strategy`.
-        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: the one for the devices.
         timeout: How long a collective waits for the other ranks.
         cpu_offload: Parameters, gradients and optimizer states in host memory (True, or torch's CPUOffload).
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; None: by `precision=`.
-        auto_wrap_policy: Which modules are gathered and freed together: a set of classes (an empty one: the
+        auto_wrap_policy: Modules that are unsharded and resharded as a group: a set of classes (empty: the
             model is one group), a function (module) -> bool, or a policy of torch.distributed.fsdp.wrap.
-            None: repeated blocks and large layers. All ranks must call these modules, in one order.
-        activation_checkpointing: A module class, or a list of them: see the next.
-        activation_checkpointing_policy: Which modules compute their activations again in backward; as
+            None: repeated blocks and large layers. All ranks must call these modules in the same order.
+        activation_checkpointing: A module class, or a list of them: see the next argument.
+        activation_checkpointing_policy: Modules that recompute their activations in backward; values as of
             `auto_wrap_policy`.
-        sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2: parameters stay whole between forward
-            and backward), "HYBRID_SHARD" (split within a node, replicated across), "_HYBRID_SHARD_ZERO2",
-            "NO_SHARD", or torch's ShardingStrategy.
-        state_dict_type: "sharded" or "full": what `fabric.save` writes without `format=`.
+        sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2: parameters stay unsharded between
+            forward and backward), "HYBRID_SHARD" (sharded within a node, replicated across nodes),
+            "_HYBRID_SHARD_ZERO2", "NO_SHARD", or torch's ShardingStrategy.
+        state_dict_type: "sharded" or "full": the format of `fabric.save` without `format=`.
         device_mesh: (replicate, shard) sizes, or a DeviceMesh; None: all ranks.
         checkpoint_io: As in `Strategy`.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
+        startup_timeout: How long ranks wait for each other at startup.
         find_unused_parameters: Whether ranks may use different parameters in one step (conditional branches).
-            Zeros count for ranks without a gradient; where none has one it stays None. Without a policy the
-            model is then one group; modules that a policy names are still called by all ranks.
-        context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
-        kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
+            The mean counts zeros for ranks without a gradient; if no rank has one it stays None. Without a
+            policy the model is one group. All ranks must still call the modules that a policy chooses.
+        context_parallel: `ContextParallel(...)` shards long sequences over ranks; None: no sharding.
+        kwargs: Other arguments of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
             forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id;
             and `reshard_after_forward` of FSDP2.
 
     Raises:
-        ConfigurationError: A keyword or value that FSDP2 has nothing like; when `Fabric` is made: sizes of a
-            mesh that do not multiply to the number of ranks.
-        ArgumentTypeError: A policy of the wrong kind.
+        ConfigurationError: An argument or value without a counterpart in FSDP2; in `Fabric(...)`: the mesh
+            sizes do not multiply to the number of ranks.
+        ArgumentTypeError: A policy has the wrong type.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -181,27 +182,27 @@ class FSDPStrategy(ParallelStrategy):
         return ShardSettings(**_translate(self._own, self._fsdp_kwargs))
 
     def setup_module(self, module: Module) -> Module:
-        """The module that forwards go through. All ranks must call this."""
-        self.layout.settings = self._settings()  # what programs change in `_fsdp_kwargs` before setup counts
+        """Return the sharded module. All ranks must call this."""
+        self.layout.settings = self._settings()  # programs may have changed `_fsdp_kwargs` before setup
         return super().setup_module(module)
 
     @property
     def mixed_precision_config(self) -> Any:
-        """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
+        """The MixedPrecisionPolicy of the all-gather of parameters and the reduction of gradients."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
 
 
 def _translate(signature: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
-    """`ShardSettings` by name, from the arguments of `FSDPStrategy`.
+    """Return the arguments of `ShardSettings` for those of `FSDPStrategy`.
 
     Args:
-        signature: Those of its signature, by name.
-        further: Other keywords of FSDP1.
+        signature: Arguments in the signature of `FSDPStrategy`, by name.
+        further: Other arguments of FSDP1, by name.
 
     Raises:
-        ConfigurationError: An unknown keyword, or a value that FSDP2 has nothing like.
-        ArgumentTypeError: A policy of the wrong kind.
+        ConfigurationError: An unknown argument, or a value without a counterpart in FSDP2.
+        ArgumentTypeError: A policy has the wrong type.
     """
     for name in further:
         if name not in _FITS and name not in _OTHERS:
@@ -214,8 +215,8 @@ def _translate(signature: dict[str, Any], further: dict[str, Any]) -> dict[str, 
     strategy, mesh, blocks = given["sharding_strategy"], given["device_mesh"], given["auto_wrap_policy"]
     if getattr(strategy, "name", strategy) == "NO_SHARD" and mesh is not None:
         raise ConfigurationError(
-            f"sharding_strategy='NO_SHARD' keeps a replica on every rank, but device_mesh={mesh!r} says over "
-            f"which ranks to split. Leave one of the two out."
+            f"sharding_strategy='NO_SHARD' keeps a replica on every rank, but device_mesh={mesh!r} shards "
+            f"over ranks. Leave one of the two out."
         )
     check_policy(blocks, "auto_wrap_policy")
     settings = {
@@ -240,8 +241,8 @@ def _checkpointed(given: dict[str, Any]) -> Any:
     modules, policy = given["activation_checkpointing"], given["activation_checkpointing_policy"]
     if modules is not None and policy is not None:
         raise ConfigurationError(
-            "activation_checkpointing and activation_checkpointing_policy say the same thing. "
-            "Keep the policy."
+            "activation_checkpointing and activation_checkpointing_policy were both given, and mean the "
+            "same. Keep the policy."
         )
     check_policy(modules, "activation_checkpointing")
     check_policy(policy, "activation_checkpointing_policy")
@@ -249,12 +250,12 @@ def _checkpointed(given: dict[str, Any]) -> Any:
 
 
 def _offload(value: Any) -> bool:
-    """True, False, or what torch's CPUOffload, CPUOffloadPolicy or OffloadPolicy says."""
+    """Return the flag of True, False, or torch's CPUOffload, CPUOffloadPolicy or OffloadPolicy."""
     return bool(getattr(value, "offload_params", value is True or type(value).__name__ == "CPUOffloadPolicy"))
 
 
 def _precision(value: Any) -> Any:
-    """FSDP2's policy for FSDP1's MixedPrecision; None stays None."""
+    """Return FSDP2's policy for FSDP1's MixedPrecision; other values unchanged."""
     if type(value).__name__ != "MixedPrecision":
         return value
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -262,19 +263,19 @@ def _precision(value: Any) -> Any:
     for name in ("buffer_dtype", "keep_low_precision_grads"):
         if getattr(value, name):
             raise ConfigurationError(
-                f"mixed_precision.{name}={getattr(value, name)} cannot be had: FSDP2 leaves buffers as they "
-                "are, and gradients have the dtype of their parameters. Leave it out and cast buffers in the "
-                'model, or write Fabric(precision="bf16-true").'
+                f"mixed_precision.{name}={getattr(value, name)} is not supported: FSDP2 does not cast "
+                "buffers, and gradients have the dtype of their parameters. Leave it out and cast buffers in "
+                'the model, or write Fabric(precision="bf16-true").'
             )
     return MixedPrecisionPolicy(
         param_dtype=value.param_dtype,
-        reduce_dtype=value.reduce_dtype or value.param_dtype,  # FSDP1's default, whatever FSDP2's is
+        reduce_dtype=value.reduce_dtype or value.param_dtype,  # FSDP1's default
         cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
     )
 
 
 def _ignored(given: dict[str, Any]) -> set[Any]:
-    """The parameters behind `ignored_modules` and `ignored_states`."""
+    """Return the parameters of `ignored_modules` and `ignored_states`."""
     found: list[Any] = []
     for name, kinds in (("ignored_modules", Module), ("ignored_states", Module | torch.nn.Parameter)):
         value = given.get(name)
@@ -282,13 +283,13 @@ def _ignored(given: dict[str, Any]) -> set[Any]:
         listed = [] if value is None else [None] if one else list(value)
         if not all([isinstance(item, kinds) for item in listed]):
             raise ConfigurationError(
-                f"{name}={value!r} must be a list of parts of the model. Write {name}=[model.head]."
+                f"{name}={value!r} must be a list of submodules of the model. Write {name}=[model.head]."
             )
         for item in listed:
             found += item.parameters() if isinstance(item, Module) else [item]
     if any([parameter.is_meta for parameter in found]):
         raise ConfigurationError(
-            "Ignored parameters are on the meta device: setup would replace them with others, which it "
-            "splits. Give them values before FSDPStrategy(...) is made."
+            "Ignored parameters are on the meta device: setup would replace them by others, which it shards. "
+            "Initialise them before FSDPStrategy(...) is created."
         )
     return set(found)

@@ -1,4 +1,4 @@
-"""`LocalSGDStrategy`: ranks step by themselves and are averaged now and then, for slow networks."""
+"""`LocalSGDStrategy`: ranks train independently and average their parameters periodically."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ if TYPE_CHECKING:
 
 
 class LocalSGDStrategy(ParallelStrategy):
-    """Data parallel training in which ranks send parameters after every `sync_every` steps, and no gradients.
+    """Data parallel training in which ranks average parameters every `sync_every` steps, and no gradients.
 
-    Each rank steps by its own gradients (clipping is of these, too); at the end of a round all go on from the
-    mean of their parameters and floating buffers (local SGD). With an outer optimizer they go on from where
-    it steps (DiLoCo). It steps from the values at the end of the previous round; its gradient is the
-    difference of these and that mean. Steps count by optimizer. The states of the optimizers stay each
-    rank's own.
+    Each rank clips and steps with its local gradients. At the end of a round parameters and floating buffers
+    are replaced by their mean over ranks (local SGD). With an outer optimizer (DiLoCo) they are replaced by
+    the result of its step: from the values at the end of the previous round, with the difference of these and
+    the mean as gradient. Steps are counted per optimizer. Optimizer states are not synchronised.
 
-    Other numbers than those of `DDPStrategy`, unless `sync_every=1`, the step is linear in the gradients
-    (SGD) and nothing is clipped: `1 / sync_every` of the messages, for more steps.
+    The communication is `1 / sync_every` of that of `DDPStrategy`. Results differ from `DDPStrategy`, except
+    with `sync_every=1`, steps that are linear in the gradients (SGD), and no clipping.
 
-    `fabric.save` and `fabric.whole` end the round early, also for the states of the optimizers: moments
-    become the means of the ranks that have them, all else (numbers of steps, the history of LBFGS) is the
-    first rank's that has it. So a checkpoint has one state. Where there is an outer optimizer, a round begins
-    from the values that `fabric.load` or `model.load_state_dict` gave. Call `fabric.strategy.end_round()`
-    before an evaluation that sees one model.
+    `fabric.save` and `fabric.whole` end the round early, and synchronise optimizer states: moments are
+    averaged over the ranks that have them, other entries (step counts, the history of LBFGS) are those of the
+    first rank that has them. So a checkpoint has one state. With an outer optimizer `fabric.load` and
+    `model.load_state_dict` begin a new round from the loaded values. Call `fabric.strategy.end_round()`
+    before an evaluation, so that all ranks evaluate the same model.
 
     Args:
-        sync_every: Steps of a round, 1 or more.
-        outer_optimizer: Makes an optimizer of a list of parameters, for example `lambda parameters:
-            torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`; it needs 4 bytes a parameter
-            more than its own states. None: ranks go on from the mean.
+        sync_every: Number of steps of a round, 1 or more.
+        outer_optimizer: Creates an optimizer of a list of parameters, for example `lambda parameters:
+            torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`. It needs 4 bytes per parameter
+            more than its states. None: ranks continue from the mean.
         process_group_backend: As in `DDPStrategy`.
         timeout: As in `DDPStrategy`.
-        kwargs: Others of `ParallelStrategy`.
+        kwargs: Other arguments of `ParallelStrategy`.
 
     Raises:
         ConfigurationError: `sync_every` is less than 1.
@@ -78,7 +77,7 @@ class LocalSGDStrategy(ParallelStrategy):
         self.layout = LocalSteps(sync_every, outer_optimizer)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the function that `optimizer.step(closure)` runs. LBFGS uses the losses of its own rank."""
+        """Return the function that `optimizer.step(closure)` runs. LBFGS uses the losses of this rank."""
         return Strategy.step_plan(self, optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -87,7 +86,7 @@ class LocalSGDStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, **kwargs)
 
     def end_round(self) -> None:
-        """Let all ranks go on from one state, now. All ranks must call this."""
+        """End the round now: synchronise parameters and optimizer states. All ranks must call this."""
         self.check_barrier("end_round")
         self.layout.end_rounds()
 

@@ -1,4 +1,4 @@
-"""A model in stages, one on each rank of a pipeline, fed with micro-batches."""
+"""Pipeline parallelism: a model in stages, one per rank, run on micro-batches."""
 
 from typing import TYPE_CHECKING
 

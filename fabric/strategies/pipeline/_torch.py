@@ -1,4 +1,4 @@
-"""Private names of torch that pipelines alone use; `core/test_torch_internals.py` tests each."""
+"""Private names of torch that only pipelines use; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def forward_pre_hooks(module: Any) -> list[Any]:
 
 
 SPECTRAL_NORMS = ("SpectralNorm", "_SpectralNorm")
-"""Names of the classes of `torch.nn.utils.spectral_norm` and of its parametrization."""
+"""Class names of `torch.nn.utils.spectral_norm` and of its parametrization."""

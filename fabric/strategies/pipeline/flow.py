@@ -1,4 +1,4 @@
-"""Forward and `pipeline_step` of a model under a pipeline: micro-batches in, one output out."""
+"""`PipelinedModule`: forward, backward and `pipeline_step` of a whole batch, in micro-batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import MicrobatchArgs
 from fabric.strategies.input_check import InputConsistencyCheck
 from fabric.strategies.pipeline._torch import accumulates, keeps_graph
-from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
-from fabric.strategies.pipeline.trial import joined, try_rows
+from fabric.strategies.pipeline.run import PassState, all_backwards, all_forwards, one_forward_one_backward
+from fabric.strategies.pipeline.trial import join_outputs, try_row_independence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.strategies.pipeline.run import Runner
-    from fabric.strategies.pipeline.states import Tied
+    from fabric.strategies.pipeline.states import TiedParameter
 
-_INTO = "micro-batches"
+_UNIT = "micro-batches"
 
 
-class Flow:
-    """One model on one rank of its pipeline.
+class PipelinedModule:
+    """The pipelined calls of one model on one rank.
 
     Args:
-        number: Of the model among those set up.
+        number: Index of the model in the order of setup.
         module: The model.
         runner: This rank's stage and its links.
         tied: The parameters that this stage shares with others.
-        count: How many micro-batches there may be.
-        policy: Of the precision.
-        after: Called with this when a backward has ended on all stages.
+        count: Maximum number of micro-batches.
+        policy: Dtypes of the precision.
+        backward_ended: Called with this object when a backward has ended on all stages.
     """
 
     def __init__(
@@ -51,89 +51,91 @@ class Flow:
         number: int,
         module: Module,
         runner: Runner,
-        tied: list[Tied],
+        tied: list[TiedParameter],
         count: int,
         policy: DtypePolicy,
-        after: Callable[[Flow], None],
+        backward_ended: Callable[[PipelinedModule], None],
     ) -> None:
         self.runner, self.tied, self.count = runner, tied, count
         self.module, self.name = weakref.ref(module), type(module).__name__
         self.buffers = SyncedBuffers(module)
-        self.policy, self.after = policy, after
+        self.policy, self.backward_ended = policy, backward_ended
         self.synchronised_in = -1
-        """The last backward pass at whose end ranks synchronise, or have."""
+        """Id of the last backward pass at whose end ranks synchronise."""
         self._forwards = 0
-        self._alike = InputConsistencyCheck(runner.channel, number, self.name)
+        self._input_check = InputConsistencyCheck(runner.channel, number, self.name)
         self._tried = False
 
-    @eager  # torch.compile around the model would take apart the messages; blocks are compiled all the same
+    @eager  # torch.compile must not trace the messages; compiled blocks stay compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for the whole batch. All ranks of the pipeline, with the same batch."""
-        self._meet("forward", (args, kwargs))
+        """Return the output for the whole batch. All ranks of the pipeline must call this, with the same
+        batch.
+        """
+        self._check_inputs("forward", (args, kwargs))
         self._forwards += 1
-        parts = MicrobatchArgs(args, kwargs, self.count, _INTO)
-        if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
+        batches = MicrobatchArgs(args, kwargs, self.count, _UNIT)
+        if not self._tried and self.count > 1 and sum(batches.sizes) > 1 and len(batches) > 1:
             self._tried = True
-            try_rows(self.name, self.runner, parts, self.policy.compute)
-        calls = list(parts)
-        work = Pass([map_tree(_cut_off, call) for call in calls], number=self._forwards)
+            try_row_independence(self.name, self.runner, batches, self.policy.compute)
+        calls = list(batches)
+        state = PassState([map_tree(_detached_leaf, call) for call in calls], number=self._forwards)
         runner = self.runner
         with runner.random():
-            runner.run(forwards(len(calls)), work)
-        here, out = runner.stage.is_last, None
-        if here and work.failed is None:
+            runner.run(all_forwards(len(calls)), state)
+        is_last, out = runner.stage.is_last, None
+        if is_last and state.failed is None:
             try:
-                outputs = [work.outputs.pop(index) for index in range(len(calls))]
-                out = joined(self._connected(outputs, work, calls), parts.sizes)
+                outputs = [state.outputs.pop(index) for index in range(len(calls))]
+                out = join_outputs(self._with_backward(outputs, state, calls), batches.sizes)
             except Exception as error:
-                runner.note(error, work, "joining the outputs")
-        told = runner.report(work, runner.stage.count - 1, out)
-        self.finish(work, "forward")
+                runner.record_failure(error, state, "joining the outputs")
+        received = runner.broadcast_result(state, runner.stage.count - 1, out)
+        self.finish(state, "forward")
         runner.random.advance()
-        return out if here else self._connected(told, work, calls)
+        return out if is_last else self._with_backward(received, state, calls)
 
-    def backward(self, work: Pass, grads: tuple[Any, ...]) -> list[Any]:
-        """Gradients of the inputs that want one, micro-batch by micro-batch. All ranks of the pipeline.
+    def backward(self, state: PassState, grads: tuple[Any, ...]) -> list[Any]:
+        """Return the gradients of the inputs that require one, in the order of micro-batches. All ranks of
+        the pipeline must call this.
 
         Args:
-            work: The forward.
-            grads: Of the outputs that want one, on the last stage.
+            state: State of the forward.
+            grads: Gradients of the outputs that require one, used on the last stage.
 
         Raises:
-            UsageError: The graph is gone.
-            RankError: Another stage has failed.
+            UsageError: The graph was freed.
+            RankError: Another stage failed.
         """
         runner = self.runner
-        runner.channel.check_call(call_of(f"backward of {self.name}", f"forward number {work.number}"))
-        if not work.kept:
+        runner.channel.check_call(call_of(f"backward of {self.name}", f"forward number {state.number}"))
+        if not state.saved:
             raise UsageError(
-                f"A second backward through one forward of {self.name}, whose activations are gone. Write "
-                "fabric.backward(loss, retain_graph=True) the first time, or call the model again."
+                f"A second backward went through one forward of {self.name}, whose activations are freed. "
+                "Write fabric.backward(loss, retain_graph=True) the first time, or call the model again."
             )
-        work.retain = keeps_graph()
+        state.retain = keeps_graph()
         if runner.stage.is_last:
-            given = iter(grads)
-            work.grads = {
-                index: [None if edge is None else next(given) for edge in work.kept[index].outputs]
-                for index in range(len(work.calls))
+            remaining = iter(grads)
+            state.grads = {
+                index: [None if edge is None else next(remaining) for edge in state.saved[index].outputs]
+                for index in range(len(state.calls))
             }
-        runner.run(backwards(len(work.calls)), work)
-        found = None
-        if runner.stage.is_first and work.failed is None:
-            made = [grad for index in range(len(work.calls)) for grad in work.input_grads.pop(index)]
-            found = [
-                grad for grad, leaf in zip(made, flatten(work.calls)[0], strict=True) if _needs_grad(leaf)
-            ]
-        found = runner.report(work, 0, found)
-        if not work.retain:
-            work.kept.clear()
-        self.finish(work, "backward")
-        return list(found)
+        runner.run(all_backwards(len(state.calls)), state)
+        result = None
+        if runner.stage.is_first and state.failed is None:
+            per_leaf = [grad for index in range(len(state.calls)) for grad in state.input_grads.pop(index)]
+            leaves = flatten(state.calls)[0]
+            result = [grad for grad, leaf in zip(per_leaf, leaves, strict=True) if _needs_grad(leaf)]
+        result = runner.broadcast_result(state, 0, result)
+        if not state.retain:
+            state.saved.clear()
+        self.finish(state, "backward")
+        return list(result)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            f"{self.name} is set up as stages of a pipeline and cannot be copied: its links to other ranks "
-            "cannot. Copy the model before fabric.setup, and set the copy up, too."
+            f"{self.name} is set up as stages of a pipeline and cannot be copied, since it holds connections "
+            "to other ranks. Copy the model before fabric.setup, and set the copy up, too."
         )
 
     @eager
@@ -146,120 +148,125 @@ class Flow:
         reduction: str = "mean",
         **kwargs: Any,
     ) -> Tensor:
-        """Forward, loss and backward of one micro-batch after the other (1F1B); gives the loss, on all ranks.
+        """Run forward, loss and backward of the micro-batches by the 1F1B schedule; return the loss. All
+        ranks of the pipeline must call this, with the same data.
 
-        In place of `loss = loss_fn(model(x), target)` and `fabric.backward(loss)`. No rank ever holds the
-        output of the whole batch, and stages hold fewer activations. Under `no_grad` it gives the loss alone.
-        All ranks of the pipeline must call this, with the same data.
+        It replaces `loss = loss_fn(model(x), target)` and `fabric.backward(loss)`. No rank holds the output
+        of the whole batch, and stages hold fewer activations. Under `no_grad` it runs no backward.
 
         Args:
-            x: What the model is called with, shape (rows, ...).
-            target: What `loss_fn` gets beside the output of each micro-batch, shape (rows, ...).
+            x: Input of the model, shape (rows, ...).
+            target: Second argument of `loss_fn`, split as the output is, shape (rows, ...).
             loss_fn: (output, target) -> loss of one micro-batch, one element. Called on the last stage.
-            reduction: "mean" or "sum": what `loss_fn` makes of the rows. Gradients are then those of the loss
-                of the whole batch, also where micro-batches have different numbers of rows.
+            reduction: "mean" or "sum": how `loss_fn` reduces the rows. Micro-batches with different numbers
+                of rows are weighted accordingly.
             kwargs: Keyword arguments of the model.
 
-        A mean over something else than rows (over the tokens that are not padding, with weights of classes)
-        is none of the two: let `loss_fn` sum, write reduction="sum", and then
-        `fabric.normalize_gradients(model, count)`.
+        For a mean over something other than rows (tokens without padding, weights of classes) let `loss_fn`
+        sum, pass reduction="sum", and then call `fabric.normalize_gradients(model, count)`.
 
         Returns:
             The loss of the whole batch, shape (), without a graph.
 
         Raises:
-            ConfigurationError: `reduction` is neither; tensors differ in their number of rows.
+            ConfigurationError: `reduction` is unknown, or tensors differ in their number of rows.
             ArgumentTypeError: `loss_fn` is no function.
-            UsageError: An input requires a gradient: it would not get one. The loss requires none.
-            RankError: A stage has failed.
+            UsageError: An argument requires a gradient, which it would not get. The loss requires none.
+            RankError: Another stage failed.
         """
         if reduction not in ("mean", "sum"):
             raise ConfigurationError(f"reduction={reduction!r} is neither 'mean' nor 'sum'.")
         if not callable(loss_fn):
             raise ArgumentTypeError(
-                "pipeline_step takes loss_fn as a function (output, target) -> loss, but got "
-                f"{loss_fn!r:.80}."
+                f"loss_fn={loss_fn!r:.80} is no function. Pass a function (output, target) -> loss to "
+                "pipeline_step."
             )
-        self._meet("pipeline_step", (x, target, kwargs))
+        self._check_inputs("pipeline_step", (x, target, kwargs))
         if torch.is_grad_enabled() and differentiable((x, target, kwargs)):
             raise UsageError(
-                "An argument of pipeline_step requires a gradient, which it would not get. Call model(x), "
-                "and fabric.backward with the loss, where something before the pipeline is trained, too."
+                "An argument of pipeline_step requires a gradient, which it would not get. To train a module "
+                "before the pipeline, call model(x), then fabric.backward(loss)."
             )
-        parts = MicrobatchArgs((x, target), kwargs, self.count, _INTO)
-        cut = list(parts)
-        weights = [size / sum(parts.sizes) if reduction == "mean" else 1.0 for size in parts.sizes]
+        batches = MicrobatchArgs((x, target), kwargs, self.count, _UNIT)
+        calls = list(batches)
+        weights = [size / sum(batches.sizes) if reduction == "mean" else 1.0 for size in batches.sizes]
 
         def loss(index: int, out: Any) -> Tensor:
-            needed = bool(differentiable(out))
+            needs_grad = bool(differentiable(out))
             with torch.autocast(self.runner.channel.transport.device.type, enabled=False):
                 cast = out if self.policy.output is None else CastTo(self.policy.output)(out)
-                value = loss_fn(cast, cut[index][0][1])
-            return _checked_loss(value, needed) * weights[index]
+                value = loss_fn(cast, calls[index][0][1])
+            return _validate_loss(value, needs_grad) * weights[index]
 
-        work = Pass([((args[0],), named) for args, named in cut], loss)
-        runner, count, trains = self.runner, len(cut), torch.is_grad_enabled()
+        state = PassState([((args[0],), named) for args, named in calls], loss)
+        runner, count, trains = self.runner, len(calls), torch.is_grad_enabled()
         stage = runner.stage
+        one_f_one_b = one_forward_one_backward(stage.index, stage.count, count)
         with runner.random():
-            runner.run(alternating(stage.index, stage.count, count) if trains else forwards(count), work)
+            runner.run(one_f_one_b if trains else all_forwards(count), state)
         total = None
-        if stage.is_last and work.failed is None:
-            total = torch.stack([work.outputs[index].detach() for index in range(count)]).sum()
-        total = runner.report(work, stage.count - 1, total)
-        runner.report(work, 0, None)
-        self.finish(work, "pipeline_step")
+        if stage.is_last and state.failed is None:
+            total = torch.stack([state.outputs[index].detach() for index in range(count)]).sum()
+        total = runner.broadcast_result(state, stage.count - 1, total)
+        runner.broadcast_result(state, 0, None)
+        self.finish(state, "pipeline_step")
         runner.random.advance()
         if trains:
-            self.after(self)
+            self.backward_ended(self)
         result: Tensor = total
         return result
 
-    def finish(self, work: Pass, doing: str) -> None:
-        """End a pass; raises on all ranks if a stage has failed."""
+    def finish(self, state: PassState, doing: str) -> None:
+        """End a pass; raise on all ranks if a stage failed."""
         try:
-            self.runner.finish(work, f"{doing} of {self.name}")
+            self.runner.finish(state, f"{doing} of {self.name}")
         except BaseException:
             for tied in self.tied:
-                tied.forget()  # it must not come into the next backward
+                tied.discard()  # else the next backward would add it
             raise
 
-    def _meet(self, verb: str, data: Any) -> None:
+    def _check_inputs(self, verb: str, data: Any) -> None:
         if torch.is_grad_enabled():
             for tied in self.tied:
-                tied.arm()
-        # The first stage takes the input, the last one the target: of two batches nobody would notice.
-        self._alike.compare(verb, *flatten(data))
+                tied.register_hook()
+        # The first stage reads the input, the last one the target: different batches would raise no error.
+        self._input_check.compare(verb, *flatten(data))
 
-    def _connected(self, tree: Any, work: Pass, calls: list[Any]) -> Any:
-        """The tree, with the backward of a pass behind the leaves that require gradients."""
+    def _with_backward(self, tree: Any, state: PassState, calls: list[Any]) -> Any:
+        """Return the tree; a backward of its leaves that require gradients runs the pipeline's backward."""
         leaves, spec = flatten(tree)
-        wanted = [leaf for leaf in leaves if _needs_grad(leaf)]
-        if not wanted:
+        with_grad = [leaf for leaf in leaves if _needs_grad(leaf)]
+        if not with_grad:
             return tree
         inputs = [leaf for leaf in flatten(calls)[0] if _needs_grad(leaf)]
         apply: Any = _Boundary.apply
-        made = iter(apply(self, work, wanted, torch.empty(0, requires_grad=True), *inputs))
-        return unflatten([next(made) if _needs_grad(leaf) else leaf for leaf in leaves], spec, tree)
+        outputs = iter(apply(self, state, with_grad, torch.empty(0, requires_grad=True), *inputs))
+        return unflatten([next(outputs) if _needs_grad(leaf) else leaf for leaf in leaves], spec, tree)
 
 
 class _Boundary(torch.autograd.Function):
-    """Boundary between autograd of the user's loop and the pipeline.
+    """Boundary between the autograd graph of the user's loop and the pipeline.
 
-    It lies between the parts of the model's inputs and the parts of its output. On ranks that did not
-    compute the output, the output itself takes the place of its parts.
+    Its inputs are the micro-batches of the model's inputs, its outputs those of the model's output. On ranks
+    that received the output, it is one tensor.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, flow: Flow, work: Pass, leaves: list[Tensor], anchor: Tensor, *inputs: Tensor
+        ctx: Any,
+        flow: PipelinedModule,
+        state: PassState,
+        leaves: list[Tensor],
+        anchor: Tensor,
+        *inputs: Tensor,
     ) -> Any:
-        ctx.flow, ctx.work = flow, work
+        ctx.flow, ctx.state = flow, state
         ctx.set_materialize_grads(False)
         return tuple([leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flow: Flow = ctx.flow
+        flow: PipelinedModule = ctx.flow
         if not accumulates():
             raise UsageError(
                 f"torch.autograd.grad, or backward(inputs=...), went through {flow.name}, whose stages would "
@@ -268,33 +275,33 @@ class _Boundary(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             raise UsageError(
-                "create_graph=True cannot go through a pipeline: the graph of the gradients would be spread "
-                'over its stages. Leave it out, or use strategy="ddp".'
+                "create_graph=True went through a pipeline. Its gradients have no graph, which would cross "
+                'ranks. Leave create_graph out, or use strategy="ddp".'
             )
-        found = flow.backward(ctx.work, grads)
-        flow.after(flow)
-        return None, None, None, None, *found
+        input_grads = flow.backward(ctx.state, grads)
+        flow.backward_ended(flow)
+        return None, None, None, None, *input_grads
 
 
 def _needs_grad(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
-def _cut_off(leaf: Any) -> Any:
-    """An argument without the graph outside: its gradient goes back through `_Boundary`."""
+def _detached_leaf(leaf: Any) -> Any:
+    """Return an argument without its graph: `_Boundary` returns its gradient to autograd."""
     return leaf.detach().requires_grad_() if _needs_grad(leaf) else leaf
 
 
-def _checked_loss(value: Any, needed: bool) -> Tensor:
+def _validate_loss(value: Any, needs_grad: bool) -> Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(
             f"loss_fn returned {shape}, but pipeline_step needs one number. Reduce it to the mean over the "
             "rows, or to their sum with reduction='sum'."
         )
-    if needed and not value.requires_grad:
+    if needs_grad and not value.requires_grad:
         raise UsageError(
             "loss_fn returned a loss that does not require a gradient, though the output does, so nothing "
-            "would be trained. Leave out what cuts it off (detach(), item(), no_grad)."
+            "would be trained. Remove detach(), item() or no_grad from loss_fn."
         )
     return value.reshape(())

@@ -1,9 +1,9 @@
-"""`Link`: trees of tensors from one rank of a pipeline to another, of any shapes, and word of a failure.
+"""`Link`: point-to-point messages between two ranks of a pipeline: trees of tensors, or a failure.
 
-A message is one piece: a head of fixed size, and the tensors of the form that both ends know, so that the
-receiver has asked for it before. (Two pieces, where tensors of a device are sent separately.) When the form
-changes, a head announces it, and the new form follows. That head still has room for tensors of the old form,
-which nobody reads.
+A message is one buffer: a header of fixed size, then the tensors. (Two buffers if device tensors are sent
+separately.) Both ends keep the metadata of the last tree, so the receiver can post its receive before the
+message is sent. When the metadata changes, a header with the kind `_NEW_META` is sent first, and the pickled
+metadata after it. The buffer of that header has the old size; its tensors are not read.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
     from fabric.collectives.channel import Transport
 
-_KNOWN, _NEW, _FAILED = 0, 1, 2
-_HEAD = 32
-"""Bytes: kind, size of what follows, flag, nothing."""
+_TENSORS, _NEW_META, _FAILURE = 0, 1, 2
+_HEADER = 32
+"""Bytes of the header, four int64: kind, size of the pickle that follows, flag, padding."""
 _ALIGN = 16
-_ON_THE_WAY = 2
-"""Messages. With one or more, no stages wait in a circle: each comes to what it has not taken yet."""
+_MAX_IN_FLIGHT = 2
+"""Messages per link. With one or more, stages cannot deadlock: each reaches its next receive."""
 
 
-class Failed(NamedTuple):
-    """In place of a tree: what went wrong, and where."""
+class StageFailure(NamedTuple):
+    """The rank and the text of an error, sent in place of a tree."""
 
     rank: int
     text: str
 
 
-class Leaf(NamedTuple):
-    """Shape, dtype and place of a tensor. A host tensor is sent as one, if the group supports that."""
+class TensorMeta(NamedTuple):
+    """Shape, dtype and device of a tensor. Host tensors are sent from the host if the group supports it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -46,169 +46,173 @@ class Leaf(NamedTuple):
     on_host: bool
 
 
-class Form(NamedTuple):
-    """Structure and leaves of a tree: enough to allocate memory for it."""
+class TreeMeta(NamedTuple):
+    """Structure of a tree and metadata of its leaves: enough to allocate memory for it."""
 
     spec: Any
-    leaves: tuple[Leaf | None, ...]
+    leaves: tuple[TensorMeta | None, ...]
     """None: the leaf is None."""
 
 
 class Message(NamedTuple):
-    """A tree that can be sent."""
+    """A tree, prepared for `Link.send`."""
 
     leaves: list[Tensor | None]
-    form: Form
-    told: PickledObject | None
-    """The form, if it is another one than before."""
+    meta: TreeMeta
+    new_meta: PickledObject | None
+    """The pickled metadata, if it differs from that of the message before."""
 
 
-_NOTHING = Form(None, ())
+_EMPTY = TreeMeta(None, ())
 
 
-class Room:
-    """Memory of one message, alike at both ends.
+class MessageBuffer:
+    """Memory of one message, of the same layout at both ends.
 
     Args:
-        form: Of its tensors.
-        host: Where the head is, and what is on the host.
-        staging: Where the other tensors travel.
+        meta: Metadata of its tensors.
+        host: Device of the header and of host tensors.
+        staging: Device from which other tensors are sent.
     """
 
-    def __init__(self, form: Form, host: torch.device, staging: torch.device) -> None:
-        sizes = {host: _HEAD, staging: _HEAD if staging == host else 0}
+    def __init__(self, meta: TreeMeta, host: torch.device, staging: torch.device) -> None:
+        sizes = {host: _HEADER, staging: _HEADER if staging == host else 0}
         spans = []
-        for leaf in form.leaves:
-            where = host if leaf is None or leaf.on_host else staging
+        for leaf in meta.leaves:
+            device = host if leaf is None or leaf.on_host else staging
             size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
-            spans.append((where, slice(sizes[where], sizes[where] + size)))
-            sizes[where] -= -size // _ALIGN * _ALIGN
-        pieces = {where: torch.empty(size, dtype=torch.uint8, device=where) for where, size in sizes.items()}
-        self.pieces = [piece for piece in pieces.values() if len(piece)]
-        """What travels."""
-        self.head = pieces[host][:_HEAD].view(torch.int64)
+            spans.append((device, slice(sizes[device], sizes[device] + size)))
+            sizes[device] -= -size // _ALIGN * _ALIGN
+        flat = {dev: torch.empty(size, dtype=torch.uint8, device=dev) for dev, size in sizes.items()}
+        self.tensors = [tensor for tensor in flat.values() if len(tensor)]
+        """Flat bytes, one tensor per device."""
+        self.header = flat[host][:_HEADER].view(torch.int64)
         self.leaves = [
-            None if leaf is None else pieces[where][span].view(leaf.dtype).view(leaf.shape)
-            for leaf, (where, span) in zip(form.leaves, spans, strict=True)
+            None if leaf is None else flat[device][span].view(leaf.dtype).view(leaf.shape)
+            for leaf, (device, span) in zip(meta.leaves, spans, strict=True)
         ]
 
 
-def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
-    """The leaves of a tree of tensors (and Nones), and its form."""
+def tree_meta(tree: Any) -> tuple[list[Tensor | None], TreeMeta]:
+    """Return the leaves of a tree of tensors (and Nones), and its metadata."""
     leaves, spec = flatten(tree)
-    known = [
-        None if leaf is None else Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type == "cpu")
-        for leaf in leaves
+    metas = [
+        None if t is None else TensorMeta(t.shape, t.dtype, t.requires_grad, t.device.type == "cpu")
+        for t in leaves
     ]
-    return leaves, Form(spec, tuple(known))
+    return leaves, TreeMeta(spec, tuple(metas))
 
 
 class Link:
-    """One direction between two ranks. What one end sends, the other must receive, in the same order.
+    """One direction of communication between two ranks. The peer must receive each message, in order.
 
     Args:
         peer: Global rank at the other end.
         group: The process group.
-        transport: What can be sent from here.
-        tag: Tells messages of several links between the same ranks apart.
+        transport: Devices from which this rank can send.
+        tag: Distinguishes messages of several links between the same ranks.
     """
 
     def __init__(self, peer: int, group: Any, transport: Transport, tag: int) -> None:
         self.peer, self._group, self._transport, self._tag = peer, group, transport, tag
         self._host = torch.device("cpu") if "cpu" in transport.sendable else transport.staging_device
-        self._form = _NOTHING
-        """Of the next messages, until there is word of another one."""
-        self._expected: tuple[Room, list[Any]] | None = None
+        self._meta = _EMPTY
+        """Metadata of the next message, unless its header announces new metadata."""
+        self._expected: tuple[MessageBuffer, list[Any]] | None = None
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
         self.flag = False
-        """A bit that rides along; of the last message that was taken."""
+        """A bit in the header of each message; that of the last message received."""
 
     def message(self, tree: Any) -> Message:
-        """Return the argument of `send` for a tree of tensors (and Nones), if that tree is the next one.
+        """Return the argument of `send` for a tree of tensors (and Nones). It must be sent next.
 
         Raises:
-            ArgumentTypeError: Its containers cannot be pickled.
+            ArgumentTypeError: A container in it cannot be pickled.
         """
-        leaves, form = form_of(tree)
-        told = None if form == self._form else PickledObject(form, "pipeline", "what goes to the next stage")
-        return Message(leaves, form, told)
+        leaves, meta = tree_meta(tree)
+        new_meta = (
+            None if meta == self._meta else PickledObject(meta, "pipeline", "the output for the next stage")
+        )
+        return Message(leaves, meta, new_meta)
 
-    def send(self, message: Message | Failed, flag: bool = False) -> None:
-        """Start to send a message.
+    def send(self, message: Message | StageFailure, flag: bool = False) -> None:
+        """Send a message asynchronously.
 
-        A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
-        tell without waiting, and a sender that is far ahead would hold all that it has sent.)
+        Waits for the oldest message if `_MAX_IN_FLIGHT` are pending. This bounds the memory of a sender that
+        is ahead. (gloo has no call that polls for completion.)
         """
-        while len(self._sent) >= _ON_THE_WAY:
+        while len(self._sent) >= _MAX_IN_FLIGHT:
             _wait(self._sent.popleft())
         self._sent.append([])
-        if isinstance(message, Failed):
-            self._tell(_FAILED, flag, PickledObject(tuple(message), "pipeline"))
+        if isinstance(message, StageFailure):
+            self._send_object(_FAILURE, flag, PickledObject(tuple(message), "pipeline"))
             return
-        if message.told is not None:
-            self._tell(_NEW, flag, message.told)
-            self._form = message.form
-        self._start(_KNOWN, 0, flag, message.leaves)
+        if message.new_meta is not None:
+            self._send_object(_NEW_META, flag, message.new_meta)
+            self._meta = message.meta
+        self._send_tensors(_TENSORS, 0, flag, message.leaves)
 
-    def expect(self) -> None:
-        """Ask for the next message, so that it comes while something else is computed."""
+    def post_recv(self) -> None:
+        """Post the receive of the next message, so that it overlaps with computation."""
         if self._expected is None:
-            room = Room(self._form, self._host, self._transport.staging_device)
-            self._expected = room, [self._ask(piece) for piece in room.pieces]
+            buffer = MessageBuffer(self._meta, self._host, self._transport.staging_device)
+            self._expected = buffer, [self._irecv(tensor) for tensor in buffer.tensors]
 
-    def take(self) -> Any:
-        """The next message: a tree whose leaves require gradients where the sender's do, or a `Failed`."""
-        self.expect()
-        (room, asked), self._expected = self._expected, None  # type: ignore[misc]
-        _wait(asked)
-        kind, size, flag, _ = room.head.tolist()
+    def recv(self) -> Any:
+        """Return the next message: a tree, or a `StageFailure`. Leaves require gradients if the
+        sender's do.
+        """
+        self.post_recv()
+        (buffer, works), self._expected = self._expected, None  # type: ignore[misc]
+        _wait(works)
+        kind, size, flag, _ = buffer.header.tolist()
         self.flag = bool(flag)
-        if kind != _KNOWN:
+        if kind != _TENSORS:
             raw = torch.empty(size, dtype=torch.uint8, device=self._host)
-            _wait([self._ask(raw)])
-            told = ReceivedObject(raw.cpu()).load_inline(self._host)
-            if kind == _FAILED:
-                return Failed(*told)
-            self._form = told
-            return self.take()
-        # .data: each counts its changes in place by itself, as they share memory, and nothing in it.
-        found = [
+            _wait([self._irecv(raw)])
+            content = ReceivedObject(raw.cpu()).load_inline(self._host)
+            if kind == _FAILURE:
+                return StageFailure(*content)
+            self._meta = content
+            return self.recv()
+        # .data: views of one buffer would share a version counter; each leaf needs its own.
+        received = [
             None
-            if leaf is None or known is None
-            else leaf.data.to("cpu" if known.on_host else self._transport.device).requires_grad_(
-                known.needs_grad
+            if leaf is None or meta is None
+            else leaf.data.to("cpu" if meta.on_host else self._transport.device).requires_grad_(
+                meta.needs_grad
             )
-            for leaf, known in zip(room.leaves, self._form.leaves, strict=True)
+            for leaf, meta in zip(buffer.leaves, self._meta.leaves, strict=True)
         ]
-        return unflatten(found, self._form.spec, None)
+        return unflatten(received, self._meta.spec, None)
 
     def flush(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all sends have completed."""
         while self._sent:
             _wait(self._sent.popleft())
 
-    def _tell(self, kind: int, flag: bool, what: PickledObject) -> None:
-        raw = what.message().to(self._host)
-        self._start(kind, len(raw), flag, [])
-        self._give(raw)
+    def _send_object(self, kind: int, flag: bool, dumped: PickledObject) -> None:
+        raw = dumped.message().to(self._host)
+        self._send_tensors(kind, len(raw), flag, [])
+        self._isend(raw)
 
     @torch.no_grad()
-    def _start(self, kind: int, size: int, flag: bool, leaves: list[Tensor | None]) -> None:
-        """Send a message of the form that is known."""
-        room = Room(self._form, self._host, self._transport.staging_device)
-        room.head.copy_(torch.tensor([kind, size, flag, 0]))
-        for place, leaf in zip(room.leaves, leaves, strict=False):
-            if place is not None and leaf is not None:
-                place.copy_(leaf)
-        for piece in room.pieces:
-            self._give(piece)
+    def _send_tensors(self, kind: int, size: int, flag: bool, leaves: list[Tensor | None]) -> None:
+        """Send a header and `leaves`, which have the current metadata."""
+        buffer = MessageBuffer(self._meta, self._host, self._transport.staging_device)
+        buffer.header.copy_(torch.tensor([kind, size, flag, 0]))
+        for target, leaf in zip(buffer.leaves, leaves, strict=False):
+            if target is not None and leaf is not None:
+                target.copy_(leaf)
+        for tensor in buffer.tensors:
+            self._isend(tensor)
 
-    def _give(self, piece: Tensor) -> None:
-        work = dist.isend(piece, self.peer, group=self._group, tag=self._tag)
-        self._sent[-1].append((work, piece))
+    def _isend(self, tensor: Tensor) -> None:
+        work = dist.isend(tensor, self.peer, group=self._group, tag=self._tag)
+        self._sent[-1].append((work, tensor))
 
-    def _ask(self, piece: Tensor) -> tuple[Any, Tensor]:
-        return dist.irecv(piece, self.peer, group=self._group, tag=self._tag), piece
+    def _irecv(self, tensor: Tensor) -> tuple[Any, Tensor]:
+        return dist.irecv(tensor, self.peer, group=self._group, tag=self._tag), tensor
 
 
 def _wait(works: list[tuple[Any, Tensor]]) -> None:

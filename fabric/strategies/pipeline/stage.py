@@ -1,4 +1,4 @@
-"""`Stage`: the blocks of one rank, and what happens to one micro-batch in them. Sends nothing."""
+"""`Stage`: the blocks of one rank, and their forward for one micro-batch. No communication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.trial import kept_buffers
+from fabric.strategies.trial import preserve_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 CHECKPOINT = ("always", "except_last", "never")
-"""Which micro-batches compute their activations again in backward."""
+"""Which micro-batches recompute their activations in backward."""
 
 
 class Stage:
     """Consecutive blocks of a model.
 
     Args:
-        index: Of this stage.
-        count: Of all stages.
+        index: Index of this stage.
+        count: Number of stages.
         blocks: (path in the model, block), in the order of the forward.
-        first: Number of the first one among all blocks.
+        first: Index of its first block among all blocks.
         checkpoint: One of `CHECKPOINT`.
     """
 
@@ -40,45 +40,46 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the user's input comes here."""
+        """Whether this stage is called with the user's input."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the user's output comes from here."""
+        """Whether this stage computes the model's output."""
         return self.index == self.count - 1
 
     @property
     def name(self) -> str:
-        """For messages: `stage 1 (blocks 3 to 5)`."""
+        """Name for error messages: `stage 1 (blocks 3 to 5)`."""
         last = self.first + len(self.blocks) - 1
         return f"stage {self.index} (block{f's {self.first} to {last}' if last > self.first else f' {last}'})"
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], at_once: bool) -> Any:
-        """The output for one micro-batch.
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward_follows: bool) -> Any:
+        """Return the output for one micro-batch.
 
         Args:
-            args: What the first block is called with.
+            args: Positional arguments of the first block.
             kwargs: Its keyword arguments.
-            at_once: Whether it goes back right after, so that nothing is saved by computing it again.
+            backward_follows: Whether its backward is the next action, so that checkpointing saves no memory.
 
         Raises:
             UsageError: The output is no tree of tensors.
         """
-        saves = self._checkpoint == "always" or (self._checkpoint == "except_last" and not at_once)
-        if saves and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
+        recompute = self._checkpoint == "always"
+        recompute |= self._checkpoint == "except_last" and not backward_follows
+        if recompute and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
             from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-            # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
+            # No early stop: RReLU writes into a tensor after saving it, and must run to its end.
             with set_checkpoint_early_stop(False):
-                out = checkpoint(self._made_again(), *args, use_reentrant=False, **kwargs)
+                out = checkpoint(self._recomputable(), *args, use_reentrant=False, **kwargs)
         else:
             out = self._chain(*args, **kwargs)
         for path, leaf in iter_paths(out):
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise UsageError(
                     f"{self._last_name()} returned {type(leaf).__name__} ({leaf!r:.60}){_at(path)}, which "
-                    "cannot go on to the next stage of the pipeline. Return tensors, or tuples, lists, "
+                    "cannot be sent to another stage of the pipeline. Return tensors, or tuples, lists, "
                     "dictionaries and dataclasses of tensors."
                 )
         return out
@@ -90,20 +91,22 @@ class Stage:
             out = block(out)
         return out
 
-    def _made_again(self) -> Callable[..., Any]:
-        """Return the chain; from its second call on with the default dtype of the first, and buffers stay."""
+    def _recomputable(self) -> Callable[..., Any]:
+        """Return the forward of all blocks. From its second call on it is a recomputation: the default dtype
+        is that of the first call, and buffers keep their values.
+        """
         dtypes: list[torch.dtype] = []
         named = [pair for path, block in self.blocks for pair in block.named_parameters(path)]
-        before = [_state(p) for _, p in named]
+        before = [_version(p) for _, p in named]
 
         def chain(*args: Any, **kwargs: Any) -> Any:
-            # The first block may change its input in place, which is needed once more.
+            # Copies: the first block may change its input in place, and the recomputation needs it.
             args, kwargs = map_tree(_copy, (args, kwargs))
             dtypes.append(outside := torch.get_default_dtype())
             if len(dtypes) == 1:
                 return self._chain(*args, **kwargs)
             if changed := [
-                name for (name, p), state in zip(named, before, strict=True) if _state(p) != state
+                name for (name, p), state in zip(named, before, strict=True) if _version(p) != state
             ]:
                 raise UsageError(
                     f"{changed[0]} was changed between the forward and the backward, which computes "
@@ -112,7 +115,7 @@ class Stage:
                 )
             torch.set_default_dtype(dtypes[0])
             try:
-                with kept_buffers(self.modules):
+                with preserve_buffers(self.modules):
                     return self._chain(*args, **kwargs)
             finally:
                 torch.set_default_dtype(outside)
@@ -124,8 +127,8 @@ class Stage:
         return f"Block {self.first + len(self.blocks) - 1} ({path}, a {type(block).__name__})"
 
 
-class _Own(torch.autograd.Function):
-    """The received tensor as no leaf: a block may change it in place."""
+class _AsNonLeaf(torch.autograd.Function):
+    """Identity whose result is no leaf of autograd, so that a block may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -136,19 +139,19 @@ class _Own(torch.autograd.Function):
         return grads[0]
 
 
-def own(tree: Any) -> Any:
-    """A tree whose tensors that require gradients are no leaves of autograd."""
+def as_non_leaves(tree: Any) -> Any:
+    """Return the tree with tensors that require gradients replaced by non-leaf tensors of autograd."""
     leaves, spec = flatten(tree)
-    wants = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-    if not any(wants):
+    needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+    if not any(needs_grad):
         return tree
-    apply: Any = _Own.apply
-    made = [apply(leaf) if wanted else leaf for leaf, wanted in zip(leaves, wants, strict=True)]
-    return unflatten(made, spec, tree)
+    apply: Any = _AsNonLeaf.apply
+    result = [apply(leaf) if needed else leaf for leaf, needed in zip(leaves, needs_grad, strict=True)]
+    return unflatten(result, spec, tree)
 
 
-def _state(parameter: Tensor) -> tuple[int, int]:
-    """Return what differs once the parameter's values were replaced or changed in place."""
+def _version(parameter: Tensor) -> tuple[int, int]:
+    """Return a value that changes when the parameter's values are replaced or changed in place."""
     return parameter.data_ptr(), parameter._version
 
 

@@ -1,4 +1,4 @@
-"""`PipelineStrategy`: a model in stages, one on each rank, fed with micro-batches. The loop stays."""
+"""`PipelineStrategy`: a model in stages, one per rank, run on micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies.parallel import ParallelStrategy
-from fabric.strategies.pipeline.cut import checked_balance
+from fabric.strategies.pipeline.cut import validate_balance
 from fabric.strategies.pipeline.layout import Pipeline
 from fabric.strategies.pipeline.stage import CHECKPOINT
 from fabric.strategies.rows import check_number
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
 
 
 class PipelineStrategy(ParallelStrategy):
-    """The blocks of a model on several ranks, one stage after the other.
+    """Pipeline parallelism: consecutive blocks of a model on each rank.
 
-    `fabric.setup` keeps on each rank the blocks of its stage: of an `nn.Sequential` its modules, of others
-    what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
-    Tensors of other stages keep their names here, and have no elements. `model(x)` cuts the batch into
-    micro-batches, which follow each other through the stages; the output comes to all ranks, all compute the
-    loss, and `fabric.backward(loss)` goes back from the last stage. An output that is too large for all ranks
-    stays on the last one with `model.pipeline_step(x, y, loss_fn)`. All ranks of a pipeline must make each
-    forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
+    The blocks are the modules of an `nn.Sequential`, or those that the model's method `pipeline_blocks()`
+    lists: each takes the output of the one before it. `fabric.setup` keeps on each rank the blocks of its
+    stage. Tensors of other stages keep their names and have no elements.
+
+    `model(x)` splits the batch into micro-batches and runs them through the stages. All ranks get the output
+    and compute the loss; `fabric.backward(loss)` runs backward from the last stage. For an output that is too
+    large for all ranks use `model.pipeline_step(x, y, loss_fn)`: it stays on the last stage. All ranks of a
+    pipeline must make each forward and backward, with the same batch. Loaders that are set up return the same
+    batch on them. Seed all ranks alike.
 
     Args:
-        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages of about as many parameters. Write
-            it where blocks with few parameters take long.
-        num_microbatches: Into how many parts a batch is cut, at most; None: twice the number of stages. While
-            they fill and drain the pipeline, stages wait: a step takes (m + p - 1) / m of the time of m full
-            micro-batches on p stages. Batches may have any number of rows.
-        checkpoint: Which micro-batches keep their inputs only, and compute their activations again in
-            backward: "always", "except_last" (all but those that go back right after their forward: the last
-            one, with `model.pipeline_step` those of the last stage), "never".
-        num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
-            further rows, which see different data and average their gradients.
-        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        balance: Number of blocks of each stage, [2, 3, 3]; "auto": about as many parameters per stage. Pass a
+            list if blocks with few parameters take long.
+        num_microbatches: Maximum number of micro-batches of a batch; None: twice the number of stages. Stages
+            are idle while the pipeline fills and drains: with m micro-batches on p stages a step takes
+            (m + p - 1) / m of the time without idle stages. Batches may have any number of rows.
+        checkpoint: Activation checkpointing: which micro-batches recompute activations in backward. "always",
+            "never", or "except_last": all but those whose backward follows directly on their forward. These
+            are the last micro-batch, and with `model.pipeline_step` all of the last stage.
+        num_stages: Stages of a pipeline; None: the length of `balance`, or all ranks. With more ranks there
+            are several pipelines, which see different data and average their gradients.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: the one for the devices.
         timeout: How long a rank waits for the other ranks.
-        kwargs: Others of `ParallelStrategy`.
+        kwargs: Other arguments of `ParallelStrategy`.
 
     Raises:
-        ConfigurationError: A value that is not known, a balance with a number below 1, ranks that cannot be
-            divided into stages (when `Fabric` is made).
-        ArgumentTypeError: A balance that is no list of numbers.
+        ConfigurationError: An unknown value, a balance with a number below 1, or (in `Fabric(...)`) a number
+            of ranks that is no multiple of the number of stages.
+        ArgumentTypeError: `balance` is no list of numbers.
 
     Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377)
     """
@@ -71,21 +73,21 @@ class PipelineStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"checkpoint={checkpoint!r} is not one of {', '.join(map(repr, CHECKPOINT))}."
             )
-        sizes = checked_balance(balance, num_stages)
+        sizes = validate_balance(balance, num_stages)
         self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
 
     @property
     def balance(self) -> list[int] | None:
-        """The number of blocks of each stage, of the model that was set up last; None before any."""
+        """Number of blocks of each stage of the model that was set up last; None before the first setup."""
         return self.layout.balance
 
     @property
     def stage(self) -> int:
-        """Number of this rank's stage."""
+        """Index of this rank's stage."""
         return self.layout.stage[0]
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the output comes from this rank."""
+        """Whether this rank computes the model's output."""
         stage, count = self.layout.stage
         return stage == count - 1

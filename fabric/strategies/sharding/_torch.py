@@ -31,7 +31,9 @@ def fsdp_states(root: Any) -> list[Any]:
 
 
 def fsdp_root(module: Any) -> Any:
-    """Return the root module of the groups that this module belongs to, or None if it is not known yet."""
+    """Return the root module of the groups that this module belongs to, or None before the root is
+    initialised.
+    """
     return next((state._modules[0] for state in fsdp_states(module)), None)
 
 
@@ -47,7 +49,7 @@ def begin_fsdp(root: Any) -> None:
         state._lazy_init()
 
 
-def expect_thawed(root: Any) -> None:
+def set_frozen_group_dtypes(root: Any) -> None:
     """Let frozen groups reduce gradients in their parameters' dtype once unfrozen, as torch 2.14 does."""
     for group in fsdp_groups(fsdp_states(root)):
         if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
@@ -65,7 +67,7 @@ def in_forward(state: Any) -> bool:
     return state._state_ctx.iter_forward_root is not None
 
 
-def is_gathered_ahead(group: Any) -> bool:
+def is_prefetched(group: Any) -> bool:
     """Whether an all-gather of the group was prefetched for a forward that has not reached it."""
     return group._all_gather_result is not None
 
@@ -74,12 +76,12 @@ owner_of = attrgetter("_module_info")
 """Return the owner of a sharded parameter: `module`, `param_name`, and `shared_modules` if it is tied."""
 
 
-def show_part(part: Any) -> None:
+def restore_sharded(part: Any) -> None:
     """Put the sharded parameter back on its modules. The gathered one stays allocated."""
     part._setattr_on_modules(part.sharded_param)
 
 
-def stay_gathered(state: Any) -> None:
+def keep_unsharded(state: Any) -> None:
     """Keep the module's group gathered after a forward, a backward or a state dict."""
     module = state._modules[0]
     module.set_reshard_after_forward(False, recurse=False)
@@ -93,17 +95,17 @@ def stay_gathered(state: Any) -> None:
                 handle.remove()
 
 
-def whole_of(part: Any) -> Any:
-    """Return the gathered parameter, whose memory may be freed, or None if it was never gathered."""
+def unsharded_of(part: Any) -> Any:
+    """Return the unsharded parameter, whose memory may be freed, or None if it was never unsharded."""
     return getattr(part, "_unsharded_param", None)
 
 
-def gather_root(state: Any, root: Any) -> None:
+def unshard_root(state: Any, root: Any) -> None:
     """Run FSDP2's pre-forward of the root module."""
     state._pre_forward(root, (), {})
 
 
-def free_root(state: Any, root: Any, out: Any) -> Any:
+def reshard_root(state: Any, root: Any, out: Any) -> Any:
     """Run FSDP2's post-forward of the root module. Return `out`; a backward of it gathers again."""
     return state._post_forward(root, (), out)
 

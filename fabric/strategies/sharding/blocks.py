@@ -1,4 +1,4 @@
-"""Which modules of a model become groups that are sharded, gathered and freed together. Changes nothing."""
+"""Choice of the modules of a model that FSDP shards, unshards and frees together. Nothing is modified."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _UNCALLED = NonDynamicallyQuantizableLinear
-"""The output layer in torch's MultiheadAttention, whose parameters are used without a call of it."""
+"""Type of the output layer of torch's MultiheadAttention, whose parameters are used without a call of it."""
 
 _CLASSES = (set, frozenset, list, tuple)
-"""What holds the classes of a policy."""
+"""Types of a collection of classes as a policy."""
 
 _SMALL = 100_000
-"""Elements below which a module is not worth messages of its own."""
+"""Number of elements below which a module is no separate group."""
 
 
 def check_policy(policy: Any, name: str) -> None:
     """Raise unless `choose_blocks` can use `policy`.
 
     Raises:
-        ArgumentTypeError: `policy` is of another kind.
+        ArgumentTypeError: `policy` has another type.
     """
     classes = policy if isinstance(policy, _CLASSES) else [policy]
     named = all([isinstance(kind, type) and issubclass(kind, Module) for kind in classes])
@@ -43,41 +43,41 @@ def check_policy(policy: Any, name: str) -> None:
 
 
 def check_whole(model: Module) -> None:
-    """Raise unless `fully_shard` was called on no part of the model but those of models that are set up.
+    """Raise if `fully_shard` was called on a submodule, except those of models that were set up.
 
     Raises:
-        UsageError: It was; the message names the part.
+        UsageError: It was; the error names the submodule.
     """
     for path, module in model.named_modules():
         if is_fsdp(module) and (module is model or not hasattr(fsdp_root(module), "_fabric_gate")):
             raise UsageError(
                 f"{path or 'This model'} ({type(module).__name__.removeprefix('FSDP')}) is sharded already: "
-                "fully_shard was called on it before. Set the whole model up once, and leave fully_shard to "
-                "the strategy, or to ModelParallelStrategy(parallelize_fn)."
+                "fully_shard was called on it. The strategy calls it at setup. Pass a model that is not "
+                "sharded to fabric.setup, or call fully_shard in ModelParallelStrategy(parallelize_fn)."
             )
 
 
 def choose_blocks(
     model: Module, policy: Any, name: str, may_be_empty: bool = False, alone: bool = True
 ) -> list[Module]:
-    """The modules inside `model` that form groups of their own, innermost first. The rest goes with `model`.
+    """Return the submodules that form groups, innermost first. All other parameters belong to the root group.
 
-    With `alone`, a module that shares a parameter with modules outside of it (tied weights), or has none, is
-    never one: all uses of a parameter belong to one group.
+    With `alone`, a module without parameters, or with a parameter that modules outside of it use (tied
+    weights), is never a group: all uses of a parameter must be in one group.
 
     Args:
         model: The user's model.
         policy: None (automatic), module classes (an empty set: no groups), a function (module) -> bool, or a
             policy of torch.distributed.fsdp.wrap; its functions are called with module=, recurse=,
             nonwrapped_numel=.
-        name: Of the argument, for errors.
-        may_be_empty: Whether a policy may match nothing here: it matched in another model.
-        alone: Whether parameters belong to one group.
+        name: Name of the argument, for errors.
+        may_be_empty: Whether a policy may match nothing, since it matched in another model.
+        alone: Whether modules that share parameters with others are excluded.
 
     Raises:
         ArgumentTypeError: `policy` is none of these.
         ConfigurationError: `policy` matches no module.
-        UsageError: A part of the model is sharded already.
+        UsageError: A submodule is sharded already.
     """
     check_policy(policy, name)
     check_whole(model)
@@ -99,11 +99,11 @@ def choose_blocks(
             f"{', '.join(kinds) or 'no modules'}. Name classes of these, or leave {name} out."
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return [m for m in innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
+    return [m for m in innermost_first(model) if m in chosen and (not alone or _shares_no_parameter(m, uses))]
 
 
 def _repeated(model: Module) -> set[Module]:
-    """Repeated blocks (siblings of one class in a container), and single modules that hold much."""
+    """Return repeated blocks (siblings of one class in a container), and large single modules."""
     total = sum([p.numel() for p in model.parameters()])
     least = min(1_000_000, max(_SMALL, total // 100))
     chosen: set[Module] = set()
@@ -125,11 +125,11 @@ def _repeated(model: Module) -> set[Module]:
     return chosen
 
 
-def _asks_twice(policy: Any) -> bool:
+def _takes_torch_arguments(policy: Any) -> bool:
     """Whether a function has the three arguments of torch's policies."""
     try:
         inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
-    except (TypeError, ValueError):  # ValueError: it is written in C, and cannot be asked
+    except (TypeError, ValueError):  # ValueError: a C function without a signature
         return False
     return True
 
@@ -151,7 +151,7 @@ def _accepted(model: Module, policy: Callable[..., Any]) -> set[Module]:
 
     A function of one argument is called for each module; one of torch's three arguments is called top down.
     """
-    if not _asks_twice(policy):
+    if not _takes_torch_arguments(policy):
         return {module for module in model.modules() if module is not model and policy(module)}
     chosen: set[Module] = set()
 
@@ -170,7 +170,7 @@ def _accepted(model: Module, policy: Callable[..., Any]) -> set[Module]:
     return chosen
 
 
-def _stands_alone(module: Module, uses: Counter[int]) -> bool:
+def _shares_no_parameter(module: Module, uses: Counter[int]) -> bool:
     inside = Counter([id(p) for m in module.modules() for p in m._parameters.values() if p is not None])
     return bool(inside) and all([uses[key] == count for key, count in inside.items()])
 

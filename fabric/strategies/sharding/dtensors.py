@@ -1,6 +1,6 @@
-"""Tensors that are split over ranks (DTensor): their full values, their own part of full values, their norm.
+"""DTensors: conversion from and to full tensors, and operations that torch does not support.
 
-For layouts that shard or split. All ranks of the mesh must make each call that says so.
+All ranks of the mesh must make the calls that communicate.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ if TYPE_CHECKING:
 
 
 def full_tree(tree: Any, keep: bool) -> Any:
-    """The tree with every DTensor as a full tensor in host memory. All ranks must call this.
+    """Return the tree with every DTensor as a full tensor on the CPU. All ranks must call this.
 
     Args:
-        tree: A state dict, or part of one. Tensors that are the same stay the same (tied weights), also where
-            `state_dict` has detached each of them.
-        keep: Whether this rank keeps the values; others take part, and hold meta tensors of the same shape.
+        tree: A state dict, or part of one. Tied tensors stay tied, also if `state_dict` detached each.
+        keep: Whether this rank keeps the values; other ranks get meta tensors of the same shape.
     """
-    made: dict[Any, Tensor] = {}
+    gathered: dict[Any, Tensor] = {}
 
     def full(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         local = leaf.to_local()
-        where = memory_of(leaf), local.storage_offset(), local.stride()
-        key = (*where, leaf.dtype, leaf.shape, leaf.placements)
-        if key not in made:
-            made[key] = _full(leaf, keep)
-        return made[key]
+        memory = memory_of(leaf), local.storage_offset(), local.stride()
+        key = (*memory, leaf.dtype, leaf.shape, leaf.placements)
+        if key not in gathered:
+            gathered[key] = _full(leaf, keep)
+        return gathered[key]
 
     return map_tree(full, tree)
 
 
-def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
-    """Return this rank's part of a full tensor, as `like` is; a `LazyTensor` is read in part. No message.
+def local_shard(full: Tensor, like: DTensor, name: str) -> DTensor:
+    """Return this rank's shard of a full tensor, sharded like `like`. No communication.
+
+    Of a `LazyTensor` only the shard is read.
 
     Raises:
         UsageError: The shapes differ.
@@ -66,14 +67,14 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
         _read_part(full, like, local)
         layout = like.device_mesh, like.placements
         return DTensor.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
-    here = full if local.is_meta else full.to(local.device)
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+    moved = full if local.is_meta else full.to(local.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's parts of a full state, for these targets, as `load_state_dict` takes them.
+def local_shards(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's shards of a full state, as an argument of `load_state_dict` of the targets' module.
 
-    A part of a `LazyTensor` tensor is read into its target: there may be no memory for two copies of all.
+    The shard of a `LazyTensor` is read into its target, to avoid a second copy in memory.
 
     Raises:
         UsageError: Shapes differ; nothing was read.
@@ -81,7 +82,7 @@ def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
     split = {
         key: target
         for key, value in state.items()
-        if _is_whole(value) and isinstance(target := targets.get(key), DTensor)
+        if _is_plain_tensor(value) and isinstance(target := targets.get(key), DTensor)
     }
     for key, target in split.items():
         _same_shape(state[key], target, key)
@@ -91,7 +92,7 @@ def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
             _read_part(state[key], target, target.to_local())
             parts[key] = target
         else:
-            parts[key] = own_part(state[key], target, key)
+            parts[key] = local_shard(state[key], target, key)
     return parts
 
 
@@ -108,15 +109,17 @@ def _read_part(full: LazyTensor, like: DTensor, local: Tensor) -> None:
         full.fill(local, like.__create_chunk_list__()[0].offsets)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_plain_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
-def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's full state, cut to this rank's part where it is split like its parameter."""
+def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's full state with this rank's shards of values that are sharded as their
+    parameter.
+    """
     parameters = parameters_of(optimizer)
     placed = {
-        index: {key: part_like(value, parameters[index]) for key, value in entry.items()}
+        index: {key: shard_like(value, parameters[index]) for key, value in entry.items()}
         if isinstance(index, int) and index < len(parameters)
         else entry
         for index, entry in state["state"].items()
@@ -124,14 +127,16 @@ def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
     return {**state, "state": placed}
 
 
-def part_like(value: Any, parameter: Tensor) -> Any:
-    """The part of `value` that belongs to this rank's part of `parameter`; other values as they are."""
-    fits = _is_whole(value) and value.dim() > 0 and value.shape == parameter.shape
-    return own_part(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
+def shard_like(value: Any, parameter: Tensor) -> Any:
+    """Return the shard of a `value` of the shape of `parameter`; other values unchanged."""
+    fits = _is_plain_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
+    return (
+        local_shard(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
+    )
 
 
 _layouts: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Whose models have parameters that are DTensors."""
+"""Layouts whose models have DTensors as parameters."""
 
 _FACTORIES = ("new_empty", "new_full", "new_ones", "new_zeros")
 
@@ -140,19 +145,19 @@ _WRITES = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdi
 """Methods that write element by element."""
 
 
-def mend_dtensors(layout: Any) -> None:
-    """Let DTensors give what the same code gives on one process, or raise; torch does neither (2.13). Once.
+def patch_dtensor(layout: Any) -> None:
+    """Patch DTensor operations to return the results of one process, or to raise. torch 2.13 does neither.
 
-    - `p.norm().item()` raises: torch gives this rank's part without a word. It means to allow whole values
-      only (its rule for that operation), and does not check.
-    - `nn.init` fills in what one process does: on a CPU torch draws the same numbers for each rank's part,
-      and `eye_` writes a diagonal into each of them.
-    - `p.new_zeros(2, 3)` of a parameter is a plain tensor, as those are that a forward computes with.
-    - `p.add_(t)` takes a plain tensor of the whole shape: each rank adds its part of it.
-    - `p.data = t` and `p.grad.data = t` raise: torch changes nothing, without a word.
+    - `p.norm().item()` raises: torch silently returns the value of this rank's shard. Its rule for that
+      operation requires replicated tensors, and is not checked.
+    - `nn.init` writes the values of one process: on a CPU torch draws the same numbers for each shard, and
+      `eye_` writes a diagonal into each.
+    - `p.new_zeros(2, 3)` of a parameter returns a plain tensor, as forwards use.
+    - `p.add_(t)` accepts a plain tensor of the full shape: each rank adds its shard of it.
+    - `p.data = t` and `p.grad.data = t` raise: torch silently changes nothing.
 
     Args:
-        layout: Has models in which a parameter is found by name.
+        layout: A layout, in whose models parameter names are looked up for errors.
     """
     _layouts.add(layout)
     handlers = dtensor_handlers()
@@ -167,11 +172,11 @@ def mend_dtensors(layout: Any) -> None:
             aten.log_normal_,
             aten.geometric_,
         )
-        if older_than("2.11"):  # whose parts of bools are added, so that one true part is all
+        if older_than("2.11"):  # adds shards of bools, so that `all` is true if one shard is
             handlers.setdefault(aten.all.default, _all)
         for op in (*[fill.default for fill in fills], aten.bernoulli_.float, aten.eye.m_out):
             handlers.setdefault(op, _fill)
-    methods = {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(_WRITES, _write_of_whole)}
+    methods = {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(_WRITES, _write_full)}
     for name, make in methods.items():
         if name not in vars(DTensor):
             setattr(DTensor, name, make(name))
@@ -182,13 +187,13 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if all([placement.is_replicate() for placement in tensor.placements]):
         return op(tensor.to_local())
-    if tensor.dtype is torch.bool:  # `if not mask.any()`: the ranks must go one way
+    if tensor.dtype is torch.bool:  # `if not mask.any()`: all ranks must take the same branch
         return op(tensor.full_tensor())
     where = ", ".join([str(placement) for placement in tensor.placements])
     raise UsageError(
-        f"A number was asked of a tensor that is split over ranks ({where}): this rank holds a part of it. "
-        "Write tensor.full_tensor().item(), on all ranks; the norm of all gradients is what "
-        "fabric.clip_gradients gives."
+        f"item() was called on a tensor that is split over ranks ({where}). This rank holds only a shard. "
+        "Write tensor.full_tensor().item(), on all ranks. For the norm of all gradients use the result of "
+        "fabric.clip_gradients."
     )
 
 
@@ -202,7 +207,7 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not full.is_meta:
         args, kwargs = map_tree(lambda one: full if one is tensor else one, (args, kwargs))
         op(*args, **kwargs)
-        tensor.to_local().copy_(own_part(full, tensor, "").to_local())
+        tensor.to_local().copy_(local_shard(full, tensor, "").to_local())
     return tensor
 
 
@@ -218,13 +223,13 @@ def _plain_factory(name: str) -> Any:
     return make
 
 
-def _write_of_whole(name: str) -> Any:
+def _write_full(name: str) -> Any:
     write = getattr(torch.Tensor, name)
 
     @functools.wraps(write)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = [one for one in (*args, *kwargs.values()) if _is_whole(one) and one.dim()]
-        # With a gradient of its own it is an activation, of this rank's data.
+        plain = [one for one in (*args, *kwargs.values()) if _is_plain_tensor(one) and one.dim()]
+        # A tensor that requires a gradient is an activation of this rank's data.
         mixes = plain and not (torch.is_grad_enabled() and any([one.requires_grad for one in plain]))
         try:
             with implicit_replication() if mixes else nullcontext():
@@ -254,8 +259,8 @@ def _set_data(self: Any, value: Tensor) -> None:
     torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
-    """This rank's parts of gradients, in place, as they lie, each with the groups that have the others."""
+def local_gradients_by_group(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
+    """Return this rank's shards of gradients, with the process groups that have the other shards."""
     return [
         (grads, [layout[0].get_group(dim) for dim, one in enumerate(layout[1]) if not one.is_replicate()])
         for layout, grads in _local_grads(parameters).items()
@@ -264,7 +269,7 @@ def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], l
 
 def _full(tensor: DTensor, keep: bool) -> Tensor:
     device = tensor.device_mesh.device_type
-    if tensor.to_local().device.type != device:  # offloaded: messages travel on the mesh's device
+    if tensor.to_local().device.type != device:  # offloaded: messages are sent from the mesh's device
         tensor = tensor.to(device)  # type: ignore[assignment]
     value: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     if not keep:
@@ -277,7 +282,7 @@ def _is_view(value: Tensor, of: DTensor) -> bool:
 
 
 def _local_grads(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """This rank's part of each gradient, in place, by mesh and placements."""
+    """Return this rank's shard of each gradient, in place, by mesh and placements."""
     grads: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
@@ -286,7 +291,7 @@ def _local_grads(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
         if not isinstance(grad, DTensor):
             grads.setdefault((None, ()), []).append(grad.detach())
             continue
-        if any([p.is_partial() for p in grad.placements]):  # a sum that has not been made yet
+        if any([p.is_partial() for p in grad.placements]):  # not reduced yet
             whole = [Replicate() if p.is_partial() else p for p in grad.placements]
             parameter.grad = grad = grad.redistribute(placements=whole)
         grads.setdefault((grad.device_mesh, grad.placements), []).append(grad.to_local().detach())

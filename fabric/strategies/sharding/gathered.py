@@ -1,8 +1,8 @@
-"""Calls of a module that FSDP2 splits: its root group is there when needed, and usable after a failure.
+"""Calls of a module that FSDP2 shards: the root group is unsharded when needed, and reset after an error.
 
-torch gathers parameters in hooks of `module(...)`. A method other than forward, or a layer called by itself,
-would find them split; here the first layer of the root group that is called gathers the group. A method that
-computes nothing sends nothing, so that ranks may differ in calling it.
+torch unshards parameters in hooks of `module(...)`. In a method other than forward, or in a direct call of a
+layer, parameters would be sharded. Here the first called layer of the root group unshards the group. Methods
+that call no layer cause no communication, so ranks may differ in calling them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from fabric.core.torch_versions import reset_iteration, unshard_again
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.strategies._torch import fsdp_state
-from fabric.strategies.error_translation import split_error
+from fabric.strategies.error_translation import translate_dtensor_error
 from fabric.strategies.sharding._torch import (
     finish_backward,
-    free_root,
     fsdp_groups,
     fsdp_states,
-    gather_root,
     in_forward,
     in_function_transform,
-    is_gathered_ahead,
+    is_prefetched,
+    keep_unsharded,
     modules_of,
     owner_of,
     phase,
     register_pre_backward,
     register_pre_backward_in_place,
-    show_part,
-    stay_gathered,
-    whole_of,
+    reshard_root,
+    restore_sharded,
+    unshard_root,
+    unsharded_of,
 )
 from fabric.utilities.init import name_of
 
@@ -49,28 +49,28 @@ if TYPE_CHECKING:
 
 
 class ForwardCheck:
-    """Calls of one model without gradients: nothing else would tell a rank that it is alone in one.
+    """The call check of one model's calls without gradients, which no step compares.
 
-    Calls with gradients are compared in a step. Two models of other sizes, called in another order, may not
-    come so far (gloo ends the process): of them the 1st, 2nd, 4th, 8th, ... meet, too.
+    Calls with gradients are compared in a step. If ranks call two models of different sizes in another order,
+    gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... of these calls is checked, too.
 
     Args:
         root: The model.
-        layout: Its layout, which all ranks have.
-        in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
+        layout: Its layout.
+        in_lockstep: Whether ranks compute shards of one call, so that they must agree in training mode.
     """
 
     def __init__(self, root: Module, layout: Any, in_lockstep: bool = False) -> None:
         self._root, self._layout, self._in_lockstep = root, layout, in_lockstep
         self._within: Any = None
         self._calls = 0
-        """How many had gradients."""
+        """Number of calls with gradients."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
 
     def watch(self, parts: list[Module]) -> None:
-        """Compare calls of these modules between ranks, those that a method makes by itself, too."""
+        """Register hooks that check calls of these modules, also calls from within methods."""
         names = {module: name for name, module in self._root.named_modules()}
         for part in parts:
             part.register_forward_pre_hook(partial(self._enter, names[part]))
@@ -78,20 +78,20 @@ class ForwardCheck:
 
     @eager
     def check_forward(self, name: str = "") -> bool:
-        """Compare before a call of the part of this name, unless a call around it was compared."""
+        """Check a call of a submodule, unless an outer call was checked. All ranks must call this."""
         if self._within is not None:
             return False
         trains, mesh = torch.is_grad_enabled(), self._layout.mesh
         if trains:
             self._calls += 1
-            gathers = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())  # of all ranks
-            first = self._calls == 1 and mesh is not None  # rows of a mesh may differ in later ones
-            if self._calls & (self._calls - 1) or not (gathers or first) or backward_pass() != -1:
+            all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
+            first = self._calls == 1 and mesh is not None  # replicas may differ in later calls
+            if self._calls & (self._calls - 1) or not (all_ranks or first) or backward_pass() != -1:
                 return True
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
             if not trains:
-                # Else a rank that calls the model once more would gather parts of before and after a change.
+                # Else an additional call on one rank would gather shards from before and after a change.
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
@@ -99,18 +99,18 @@ class ForwardCheck:
         return True
 
     def note(self, what: str) -> None:
-        """Take into what a step compares that this rank does this with the model."""
+        """Add a call to the checksum that a step compares."""
         self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 
     def enter(self, call: Any, name: str = "") -> bool:
-        """A call begins: as `check_forward`, for all inside of it."""
+        """Check a call; its inner calls are not checked until `leave`. Return whether it is the outermost."""
         outermost = self.check_forward(name)
         if outermost:
             self._within = call
         return outermost
 
     def leave(self, call: Any) -> None:
-        """It has ended."""
+        """Mark the end of a call."""
         if self._within is call:
             self._within = None
 
@@ -126,100 +126,100 @@ class ForwardCheck:
 class FSDPCallGuard:
     """Invariants at the start and at the end of each call of one model.
 
-    Invariant: outside of its calls and backwards a model's parameters are the parts, which its optimizer has,
-    even where torch keeps a group gathered from a forward to its backward. So whatever a user does to them in
-    between (`zero_grad`, `p.grad = None`, an average of weights) is done to the ones that count; and weights
-    that are gathered were read in the call that uses them, never before a step.
+    Invariant: outside of calls and backwards `model.parameters()` are the shards, which the optimizer has,
+    also if torch keeps a group unsharded from forward to backward. So operations of the user between calls
+    (`zero_grad`, `p.grad = None`, an average of weights) act on the shards. And unsharded weights are always
+    gathered in the call that uses them, never before a step.
 
     Args:
         root: The outermost module that `fully_shard` was called on.
-        checks: Its calls without gradients.
+        checks: The check of its calls.
     """
 
     def __init__(self, root: Any, checks: ForwardCheck) -> None:
         self.root, self.checks = root, checks
-        # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
+        # Cached: torch looks it up in a dictionary of all modules, which torch.compile would guard.
         self.state = fsdp_state(root)
-        self.running = self.method = self._back = False
+        self.running = self.method = self._in_backward = False
         self.opener: Any = None
         self._unsharded_for_backward = self._reached = False
         self._hidden: dict[Any, None] = {}
-        """States of modules whose forward returns no tensor in sight, in the order of their calls."""
-        for layer in _layers_of_root(root):
+        """States of modules whose forward returns no tensor that torch finds, in the order of their calls."""
+        for layer in _root_layers(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
         names = {module: name for name, module in root.named_modules()}
         for state in fsdp_states(root):
-            register_pre_backward_in_place(state, partial(self._hang, state))
+            register_pre_backward_in_place(state, partial(self._register_pre_backward, state))
             for module in modules_of(state):
                 module.register_forward_pre_hook(partial(self._enter, state, names[module]), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
     def begin(self) -> None:
-        """A call begins that no other one of this model surrounds: all that it gathers is read anew.
+        """Begin an outermost call of this model: reset groups that are still unsharded.
 
         Raises:
-            UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
+            UsageError: Parameters were replaced, for example by `torch.func.functional_call`.
         """
-        if backward_pass() != -1:  # computed again, for the backward that runs
-            self.give_back()
+        if backward_pass() != -1:  # a recomputation in backward
+            self.restore_unsharded()
             return
         if in_forward(self.state):
-            self.recover()  # after a part called by itself that failed
-        idle, self._back = True, False
+            self.recover()  # after an error in a submodule that was called directly
+        idle, self._in_backward = True, False
         for group in self._groups():
-            idle = idle and group.is_sharded and not is_gathered_ahead(group)
+            idle = idle and group.is_sharded and not is_prefetched(group)
             for part in group.fsdp_params:
                 info = owner_of(part)
                 if info.module._parameters.get(info.param_name) is not part.sharded_param:
-                    raise _swapped(info)
+                    raise _replaced_error(info)
         if not idle:
             self._reset()
         self._unsharded_for_backward = False
 
     def end(self) -> None:
-        """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
+        """End a call: put the shards back on the modules. Unsharded copies for backward stay allocated."""
         if backward_pass() != -1:
             return
-        lends, kept = torch.is_grad_enabled(), fsdp_groups([*self._hidden])
+        for_backward, hidden = torch.is_grad_enabled(), fsdp_groups([*self._hidden])
         for group in self._groups():
             if group.is_sharded:
                 continue
-            if lends or group in kept:
+            if for_backward or group in hidden:
                 for part in group.fsdp_params:
-                    show_part(part)
+                    restore_sharded(part)
                 self._unsharded_for_backward = True
             else:
                 group.reshard()
 
     def reached(self, grad: Any) -> None:
-        """A backward has come to the model, or to a part of it.
+        """Run when a backward reaches an output of the model or of a submodule.
 
         Raises:
-            UsageError: It makes a graph of gradients: a backward through that would find freed memory.
+            UsageError: The backward has create_graph=True: a second one would use freed memory.
         """
         if torch.is_grad_enabled():
             raise UsageError(
-                f"create_graph=True went through {_name(self.root)}, which is split over ranks: its "
-                "parameters are freed after the backward, and a second one through the gradients (a gradient "
-                'penalty) would compute with other values. Use strategy="ddp" or "zero1" for this model.'
+                f"create_graph=True went through {_name(self.root)}, which is sharded. Its parameters are "
+                "freed after the backward, so a second backward through the gradients (a gradient penalty) "
+                'would use other values. Use strategy="ddp" or "zero1" for this model.'
             )
-        if not self._back:
-            self._back = True
+        if not self._in_backward:
+            self._in_backward = True
             self.checks.note("backward")
         self._reached = True
-        self.give_back()
+        self.restore_unsharded()
 
     def reduce_hidden(self) -> bool:
-        """At the end of one, reduce the gradients that are still whole. All ranks must call this.
+        """Reduce the gradients that are still unsharded at the end of a backward. All ranks must call this.
 
         Returns:
-            Whether the backward went through the model.
+            Whether the backward reached the model.
 
         Raises:
             UsageError: As `reached`.
         """
-        pairs = [(part, whole_of(part)) for group in self._groups() for part in group.fsdp_params]
+        pairs = [(part, unsharded_of(part)) for group in self._groups() for part in group.fsdp_params]
         for part, whole in pairs:
             if whole is not None and not part.sharded_param.requires_grad:  # frozen since the forward
                 whole.grad = None
@@ -232,53 +232,53 @@ class FSDPCallGuard:
             finish_backward(self.state)
         for group in fsdp_groups([*self._hidden]):
             for part in group.fsdp_params:
-                show_part(part)
+                restore_sharded(part)
         reached, self._reached = self._reached or bool(left), False
         return reached
 
-    def give_back(self) -> None:
-        """Use the groups that are still gathered for layers that are recomputed in backward."""
+    def restore_unsharded(self) -> None:
+        """Put unsharded parameters on the modules again, for layers that are recomputed in backward."""
         if self._unsharded_for_backward:
             self._unsharded_for_backward = False
             for group in self._groups():
                 if group.is_unsharded:
                     for part in group.fsdp_params:
-                        part.to_unsharded()  # frozen, too, if its part was since the forward
+                        part.to_unsharded()  # also copies requires_grad of the shard
 
     def open(self, opener: Any) -> None:
-        """Gather the root group; `opener` closes it."""
+        """Unshard the root group; `opener` must call `close`."""
         self.opener = opener
         if self.checks.check_forward():
-            self.make_room()
-        gather_root(self.state, self.root)
+            self.allocate_outside_inference()
+        unshard_root(self.state, self.root)
 
     def close(self, out: Any) -> Any:
-        """Free the root group as after a forward; gives `out`, from which a backward gathers it again."""
+        """Reshard the root group as after a forward; return `out`, whose backward unshards it again."""
         self.opener = None
-        return free_root(self.state, self.root, out)
+        return reshard_root(self.state, self.root, out)
 
     def recover(self) -> None:
-        """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
+        """Reset after a failed forward or backward: reshard groups, and discard partial gradients."""
         self.opener = None
         self._unsharded_for_backward = self._reached = False
         self._reset()
         for group in self._groups():
             for part in group.fsdp_params:
-                if (whole := whole_of(part)) is not None:
+                if (whole := unsharded_of(part)) is not None:
                     whole.grad = None
 
     def reduce_rest(self) -> None:
-        """After a pass inside of a backward: reduce the gradients of groups that were reduced before.
+        """After a nested backward: reduce again the gradients of groups that were reduced before.
 
-        Computed again for another forward, such a group looks to torch as if its hooks had already run: its
-        gradients would stay whole, this rank's own, and out of `.grad`.
+        If such a group is recomputed for another forward, torch assumes that its hooks already ran. Its
+        gradients would stay unreduced and outside of `.grad`.
         """
         for group in self._groups():
             if phase(group) == "POST_BACKWARD" and group.is_unsharded:
                 group.post_backward()
 
     def _reset(self) -> None:
-        """Groups are split again; what earlier backwards left in `.grad` stays (torch 2.15 would drop it)."""
+        """Reshard all groups; keep `.grad` of earlier backwards, which torch 2.15 would drop."""
         parts = [part for group in self._groups() for part in group.fsdp_params]
         grads = [part.sharded_param.grad for part in parts]
         reset_iteration(self.root)
@@ -288,16 +288,16 @@ class FSDPCallGuard:
     def _groups(self) -> list[Any]:
         return fsdp_groups(fsdp_states(self.root))
 
-    def make_room(self) -> None:
-        """Allocate the memory of the first all-gather outside inference_mode.
+    def allocate_outside_inference(self) -> None:
+        """Allocate the memory of the first all-gather outside of inference_mode.
 
-        Memory that torch allocates under inference_mode could be used only there.
+        Memory that torch allocates under inference_mode can be used only there.
         """
         if not torch.is_inference_mode_enabled():
             return
         with torch.inference_mode(False), torch.no_grad():
             for group in self._groups():
-                if any([whole_of(part) is None for part in group.fsdp_params]):
+                if any([unsharded_of(part) is None for part in group.fsdp_params]):
                     group.unshard()
                     group.wait_for_unshard()
                     group.reshard()
@@ -319,7 +319,7 @@ class FSDPCallGuard:
         return out
 
     def _enter(self, state: Any, name: str, module: Module, args: Any) -> None:
-        """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
+        """Run before a call of a group, which torch treats as part of a backward in PRE_BACKWARD."""
         if torch.compiler.is_compiling():
             return
         if phase(state) == "PRE_BACKWARD":
@@ -330,83 +330,84 @@ class FSDPCallGuard:
         if torch.is_grad_enabled() and backward_pass() == -1:
             self.checks.note(name)
         if self.checks.enter(module, name):
-            self.make_room()
+            self.allocate_outside_inference()
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:
         self.checks.leave(module)
         if not (self.running or torch.compiler.is_compiling() or in_forward(self.state)):
             self.end()
 
-    def _hang(self, state: Any, out: Any) -> Any:
-        """In the place of torch's: what gathers before a backward hangs on what outputs are views of.
+    def _register_pre_backward(self, state: Any, out: Any) -> Any:
+        """Register the pre-backward hooks on the base tensors of outputs; replaces torch's registration.
 
-        Those of `nn.Linear` in three dimensions are views, of which `out += x` drops hooks without a word.
+        Outputs of `nn.Linear` in three dimensions are views, and `out += x` silently drops a view's hooks.
         """
         if not torch.is_grad_enabled():
             return out
         if in_function_transform():
             return register_pre_backward(state, out)
-        if any([_is_given(leaf) for leaf in differentiable(out)]):
-            out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
+        if any([_is_view_of_input(leaf) for leaf in differentiable(out)]):
+            out = map_tree(lambda leaf: leaf.clone() if _is_view_of_input(leaf) else leaf, out)
         leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
         register_pre_backward(state, leaves)
         hooked = differentiable(leaves)
         parts = [part for group in fsdp_groups([] if hooked else [state]) for part in group.fsdp_params]
         if state not in self._hidden and any([part.sharded_param.requires_grad for part in parts]):
-            # Nothing gathers it for its backward: from now on it stays gathered, until the next call.
+            # No hook would unshard it for its backward, so it stays unsharded until the next call.
             self._hidden[state] = None
-            stay_gathered(state)
+            keep_unsharded(state)
             modules_of(state)[0].unshard()
         for leaf in hooked:
-            if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
+            if leaf.grad_fn is not None:  # hooks of a parameter that is an output would never be removed
                 leaf.register_hook(self.reached)
         return out
 
 
 class GatheredCall:
-    """A forward or a method of a module that is split; a failure in it leaves the groups usable.
+    """A forward or method of a sharded module; after an error in it all groups are reset.
 
     Args:
         call: The module's `__call__`, or a bound method of it.
-        gate: The gate of its root group.
-        method: Whether it is a method: layers of the root group gather it once for the whole call.
-        opens: Whether the root group is gathered before anything is called, for parameters that it reads
-            itself.
+        gate: The call guard of the model.
+        method: Whether it is a method: its first layer of the root group unshards it for the whole call.
+        unshard_first: Whether the root group is unsharded first, since the call may read parameters.
     """
 
-    __slots__ = ("call", "gate", "method", "opens")
+    __slots__ = ("call", "gate", "method", "unshard_first")
 
     def __init__(
-        self, call: Callable[..., Any], gate: FSDPCallGuard, method: bool, opens: bool = False
+        self, call: Callable[..., Any], gate: FSDPCallGuard, method: bool, unshard_first: bool = False
     ) -> None:
         self.call = call
         self.gate = gate
         self.method = method
-        self.opens = opens
+        self.unshard_first = unshard_first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call.
 
         Raises:
-            UsageError: A method used a parameter of its own that is split.
-            CollectiveMismatch: Gradients are disabled, and other ranks are elsewhere.
+            UsageError: A method used a sharded parameter directly.
+            CollectiveMismatch: Gradients are disabled, and other ranks made another call.
         """
         gate, outer, nested = self.gate, not self.gate.running, self.gate.method
         compiling = torch.compiler.is_compiling()
         try:
             if outer and not compiling:
                 gate.begin()
-                if not self.method and gate.checks.enter(self):  # here, since what is compiled runs no hooks
-                    gate.make_room()
+                if not self.method and gate.checks.enter(self):  # here, since compiled modules run no hooks
+                    gate.allocate_outside_inference()
             gate.running, gate.method = True, self.method or nested
-            if self.opens and outer and gate.opener is None:
+            if self.unshard_first and outer and gate.opener is None:
                 gate.open(gate)
             out = self.call(*args, **kwargs)
             if gate.opener is gate and outer:
                 out = gate.close(out)
         except BaseException as error:
-            # Before anything is split again: it looks at what was split.
-            better = split_error(error, self.call, gate.root, self.method, marked=self.opens)
+            # Before groups are reset: the translation reads their state.
+            better = translate_dtensor_error(
+                error, self.call, gate.root, self.method, marked=self.unshard_first
+            )
             gate.recover()
             if better is not None:
                 raise better from error
@@ -420,23 +421,21 @@ class GatheredCall:
         return out
 
     def __getattr__(self, name: str) -> Any:
-        if name in GatheredCall.__slots__:  # not set yet, while copying
+        if name in GatheredCall.__slots__:  # not set yet during a copy
             raise AttributeError(name)
         return getattr(self.call, name)
 
 
-def _swapped(info: Any) -> UsageError:
+def _replaced_error(info: Any) -> UsageError:
     return UsageError(
-        f"{info.param_name} of {type(info.module).__name__} is not the tensor that setup left there. A model "
-        "that is split over ranks cannot be used with torch.func.functional_call or other swaps of "
-        'parameters: use strategy="ddp" for them.'
+        f"{info.param_name} of {type(info.module).__name__} is not the tensor that setup left there. A "
+        "sharded model cannot be used with torch.func.functional_call or other replacements of parameters. "
+        'Use strategy="ddp".'
     )
 
 
-def _is_given(leaf: Any) -> bool:
-    """Whether it is a view of an input, or of something else that was there before: as FSDP2 passes inputs
-    on, torch lets nobody change such a view in place.
-    """
+def _is_view_of_input(leaf: Any) -> bool:
+    """Whether it is a view of an input, which torch forbids to change in place under FSDP2."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and anchor(leaf)._base is not None
 
 
@@ -444,7 +443,7 @@ def _name(root: Any) -> str:
     return type(root).__name__.removeprefix("FSDP")
 
 
-def _layers_of_root(root: Any) -> list[Module]:
+def _root_layers(root: Any) -> list[Module]:
     owners = [owner_of(p) for group in fsdp_groups([fsdp_state(root)]) for p in group.fsdp_params]
     found = [m for info in owners for m in (info.module, *info.shared_modules)]
     return [m for m in dict.fromkeys(found) if m is not root]

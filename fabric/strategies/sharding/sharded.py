@@ -1,4 +1,4 @@
-"""`FSDP2Runtime`: what models split by FSDP2 need while they run, whoever called `fully_shard` on them."""
+"""`FSDP2Runtime`: forward, backward and step of models on which `fully_shard` was called."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_versions import preserve_arguments, require_torch
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
-from fabric.strategies.error_translation import converted
-from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
+from fabric.strategies.error_translation import converted_after_setup
+from fabric.strategies.sharding._torch import (
+    begin_fsdp,
+    fsdp_groups,
+    fsdp_states,
+    is_strided,
+    set_frozen_group_dtypes,
+)
 from fabric.strategies.sharding.gathered import ForwardCheck, FSDPCallGuard, GatheredCall
-from fabric.strategies.sharding.split import DTensorLayout, is_split
+from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -32,109 +38,110 @@ if TYPE_CHECKING:
 
 
 class FSDP2Runtime(DTensorLayout):
-    """Calls gather what they need, each backward reduces what it made, failures leave no trace.
+    """Calls unshard the groups that they use, each backward reduces its gradients, and errors reset all
+    groups.
 
-    `no_backward_sync` changes nothing here: gradients that wait for a reduction would lie whole on each rank
-    and beside `.grad`, where `zero_grad`, clipping and a step do not find them. Reduced at once they need a
-    parameter's bytes less, and every program on them is right; an accumulation sends them once per backward.
+    `no_backward_sync` has no effect: unreduced gradients would be full tensors outside of `.grad`, which
+    `zero_grad`, clipping and a step do not see. Gradients are reduced in every backward instead. This saves
+    memory, and costs a reduction per backward of an accumulation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.passed = 0
-        """A digest of the groups that were called with gradients, and of backwards, since the last step."""
+        """Checksum of the calls of groups with gradients, and of backwards, since the last step."""
         self._reached: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
     def join(self, strategy: Any) -> None:
-        """Note this rank's device. Subclasses make their mesh here."""
+        """Set this rank's device. Subclasses create their mesh here."""
         super().join(strategy)
         add_backward_listener(self)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """The module's call; a failure in it leaves the groups usable."""
+        """Return the module's call; after an error in it the groups are reset."""
         return self._plan(wrapped, wrapped.__call__, method=False)
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
     ) -> Callable[..., Any]:
-        """The method; the root group is gathered when a layer of it is called, or at once if marked."""
-        return self._plan(wrapped, method, method=True, opens=marked)
+        """Return the method; the root group is unsharded when a layer of it is called, or first if marked."""
+        return self._plan(wrapped, method, method=True, unshard_first=marked)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer, with the parts of its parameters.
+        """Return the user's optimizer with the shards of its parameters.
 
         Raises:
-            UsageError: It holds parameters that no model has any more, or that are not split; it is LBFGS.
+            UsageError: It has parameters that no model has any more, or that are not sharded; it is LBFGS.
         """
         super().setup_optimizer(optimizer)
         self._check_own(optimizer)
         return optimizer
 
-    def reduced(self) -> set[int]:
-        """Ids of the parameters of models as setup left them, and of free parameters."""
-        return {*self._own(), *(self.free.held() if self.free else ())}
+    def reduced_parameters(self) -> set[int]:
+        """Return the ids of the parameters of models as setup left them, and of free parameters."""
+        return {*self._own(), *(self.free_parameters.alive() if self.free_parameters else ())}
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass; one that fails leaves no half-made gradients behind. After it all ranks have
-        rank zero's buffers, of models that it went through.
+        """Run a backward pass; discard partial gradients after an error. Afterwards broadcast rank zero's
+        buffers of the models that it reached.
 
         Raises:
-            UsageError: The loss has a term of parameters that are split, or of what a part has computed and
-                not returned.
+            UsageError: The loss has a term of sharded parameters, or of a tensor that a module computed and
+                did not return.
         """
         gates = [(model, _gate(model)) for model in self.models() if _gate(model) is not None]
         try:
             run(tensors, *args, **kwargs)
             for model, gate in gates:
-                if gate.reduce_hidden() and self._buffers[model].sent:
+                if gate.reduce_hidden() and self._buffers[model].synced:
                     self.on_reached(model)
         except BaseException as error:
             for _, gate in gates:
                 gate.recover()
             if "storage of size 0" in str(error):
                 raise UsageError(
-                    "The loss has a term of what a forward put aside (an attribute, an entry of a list), and "
-                    "the parameters that it needs are freed. Return it: in a tuple, dict or dataclass."
+                    "The loss has a term of what a forward put aside (an attribute, an entry of a list). The "
+                    "parameters for its backward are freed. Return it: in a tuple, dict or dataclass."
                 ) from error
             if type(error) is RuntimeError and re.search(r"and DTensor|Sharding propagation", str(error)):
                 raise UsageError(
-                    "The loss has a term of parameters that are split over ranks (a penalty on weights), "
-                    "which is a DTensor. Write p.pow(2).sum().full_tensor() for it, on all ranks."
+                    "The loss has a term of sharded parameters (a penalty on weights), which is a DTensor. "
+                    "Write p.pow(2).sum().full_tensor() for it, on all ranks."
                 ) from error
             raise
         finally:
             reached, self._reached = self._reached, set()
-            self.joint = getattr(self.gate, "open", False) or bool(reached)
+            self.collective_backward = getattr(self.gate, "open", False) or bool(reached)
         models = [self._buffers[model] for model in self.models() if id(model) in reached]
         broadcast_buffers(models, self.channel)
 
     def on_reached(self, module: Module) -> None:
-        """A backward has reached an output of `module`."""
+        """Record that a backward reached an output of `module`."""
         if module.training:
             self._reached.add(id(module))
 
     def after_nested_pass(self) -> None:
-        """Reentrant checkpoints: what FSDP2 leaves unreduced there."""
+        """Reduce gradients that FSDP2 leaves unreduced in reentrant checkpoints."""
         for model in self.models():
             if _gate(model) is not None:
                 _gate(model).reduce_rest()
 
     def teardown(self) -> None:
-        """Let go of the groups; models cannot run after this."""
+        """Release the process groups; models cannot run after this."""
         for model in self.models():
             for group in fsdp_groups(fsdp_states(model)) if _gate(model) else ():
                 group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
-    def open_gate(self, module: Any, in_lockstep: bool = False) -> None:
-        """Call this when all groups of a model stand, and `module` is the outermost."""
-        begin_fsdp(module)  # the root is this one, whatever is called first
-        expect_thawed(module)
+    def install_call_guard(self, module: Any, in_lockstep: bool = False) -> None:
+        """Install the call guard of a model once all its groups exist; `module` is the outermost one."""
+        begin_fsdp(module)  # makes it the root, also if a submodule is called first
+        set_frozen_group_dtypes(module)
         for group in fsdp_groups(fsdp_states(module)):
             preserve_arguments(group, differentiable)
         for name, parameter in module.named_parameters():
-            if is_split(parameter):
+            if is_dtensor(parameter):
                 _check_strides(name, parameter)
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
@@ -142,26 +149,26 @@ class FSDP2Runtime(DTensorLayout):
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
 
     def checks(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
-        """The meetings of calls of another model."""
+        """Return a new check of the calls of a model."""
         return ForwardCheck(module, self, in_lockstep)
 
     def _plan(
-        self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
+        self, wrapped: Module, call: Callable[..., Any], method: bool, unshard_first: bool = False
     ) -> Callable[..., Any]:
         root = uncompiled(wrapped)
-        plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
+        plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, unshard_first)
         if root not in self._buffers:
             self._buffers[root] = SyncedBuffers(root)
-        return HookedCall(plan, self, root) if self._buffers[root].sent else plan
+        return HookedCall(plan, self, root) if self._buffers[root].synced else plan
 
     def _own(self) -> dict[int, str]:
-        """Names of the parameters that get gradients of all ranks, or are not meant to, by id."""
+        """Return {id: name} of the parameters whose gradients are reduced, or are excluded by the user."""
         named = [pair for model in self.models() for pair in model.named_parameters()]
         return {id(parameter): name for name, parameter in named if self._is_reduced(parameter)}
 
     def _check_own(self, optimizer: Any) -> None:
-        """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
-        own = self.reduced()
+        """Raise if the optimizer trains parameters whose gradients would not be averaged."""
+        own = self.reduced_parameters()
         foreign = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
@@ -173,40 +180,39 @@ class FSDP2Runtime(DTensorLayout):
             )
 
     def _is_reduced(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a model's parameter is averaged, or is not meant to be."""
+        """Whether the gradient of a model's parameter is averaged, or is excluded by the user."""
         return True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """All ranks have gradients of the same parameters.
+        """Check before a step that all ranks have gradients of the same parameters. All ranks must call this.
 
-        FSDP2 gathers what it is asked for and reduces what it finds. Where ranks used different parameters,
-        or layers in another order, it mixes them up without an error.
+        If ranks used different parameters, or layers in another order, FSDP2 silently mixes up messages.
         """
         super().before_step(optimizer, args, kwargs)
         own, held = self._own(), parameters_of(optimizer)
         if self.channel is None or not any([id(p) in own for p in held]):
             return
-        if any([is_split(p) and not is_split(p.grad) for p in held if p.grad is not None]):
+        if any([is_dtensor(p) and not is_dtensor(p.grad) for p in held if p.grad is not None]):
             raise UsageError(
-                "A gradient is a plain tensor, perhaps this rank's own; its parameter is split over ranks. "
-                "Write p.grad = torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
+                "A gradient is a plain tensor, and its parameter is sharded. Write p.grad = "
+                "torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
             )
         if len(args) > 1 or kwargs:
-            return  # a closure makes gradients in the step
-        bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
-        told = f"no gradient for {bare}" if bare else "all parameters have gradients"
+            return  # a closure computes gradients in the step
+        missing = [own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad]
+        text = f"no gradient for {', '.join(missing)}" if missing else "all parameters have gradients"
         if self.passed:
-            told += f", layers were called in the order {self.passed:08x}"
+            text += f", layers were called in the order {self.passed:08x}"
         self.passed = 0
         owners = names_of_owners(held, self.models())
-        self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
+        self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {text}"))
         if self.after_sync is not None:
             stepped = {*held}
             self.after_sync([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
 
 
 def _check_strides(name: str, parameter: Any) -> None:
-    """Refuse uneven parts of parts in a torch that reads their full values in a wrong order."""
+    """Raise for uneven shards of shards in torch before 2.11, whose full_tensor() has a wrong order."""
     placements, sizes, shape = parameter.placements, parameter.device_mesh.shape, [*parameter.shape]
     for dim in {one.dim for one in placements if is_strided(one)}:
         parts = math.prod([size for size, one in zip(sizes, placements, strict=True) if one.is_shard(dim)])
@@ -220,7 +226,7 @@ def _check_strides(name: str, parameter: Any) -> None:
 
 
 def _refuse_hook(name: str, hook: Any) -> None:
-    """`register_hook` of a parameter that is split: autograd never computes its gradient.
+    """`register_hook` of a sharded parameter, which never runs: autograd does not compute its gradient.
 
     Raises:
         UsageError: Always.
@@ -232,18 +238,18 @@ def _refuse_hook(name: str, hook: Any) -> None:
 
 
 def _convert(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """`module.to(...)`, `.half()` and the like of a model that is split.
+    """`_apply` of a sharded model, called by `module.to(...)`, `.half()` and others.
 
     Raises:
-        UsageError: They would change a tensor.
+        UsageError: It would change a tensor.
     """
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if (new := fn(tensor)) is not tensor:
-                raise converted(name, new)
+                raise converted_after_setup(name, new)
     return module
 
 
 def _gate(root: Any) -> Any:
-    """The gate of a model that FSDP2 splits; None: it has no groups."""
+    """Return the call guard of a model that FSDP2 shards, or None if it has no groups."""
     return root.__dict__.get("_fabric_gate")

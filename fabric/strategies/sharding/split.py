@@ -1,6 +1,6 @@
-"""`DTensorLayout`: the base of layouts whose parameters are sharded tensors (DTensor).
+"""`DTensorLayout`: the base class of layouts whose parameters are DTensors.
 
-Full state in and out, norms, optimizers made before setup, modules built without memory.
+Full state dicts, norms, optimizers created before setup, and modules on the meta device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPLIT = Traits(splits_parameters=True, splits_optimizers=True, initialises_meta=
 
 
 class DTensorLayout(Layout):
-    """Parameters are replaced by their parts at setup; optimizers, state dicts and norms follow."""
+    """Setup replaces parameters by their shards; optimizers, state dicts and norms are adapted."""
 
     traits = SPLIT
 
@@ -46,32 +46,34 @@ class DTensorLayout(Layout):
         self.mesh: DeviceMesh | None = None
         self.device = torch.device("cpu")
         self.policy: DtypePolicy | None = None
-        self._moved: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+        self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
-        self._unwatch: Callable[[], None] | None = None
+        self._remove_step_listener: Callable[[], None] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that parameters lie on; None before launch."""
+        """The device mesh of the parameters; None before launch."""
         return self.mesh
 
     def join(self, strategy: Any) -> None:
-        """Note this rank's device. Subclasses make their mesh here."""
-        from fabric.strategies.sharding.dtensors import mend_dtensors
+        """Set this rank's device. Subclasses create their mesh here."""
+        from fabric.strategies.sharding.dtensors import patch_dtensor
 
         super().join(strategy)
         self.device, self.policy = strategy.topology.device, strategy.precision.policy
-        mend_dtensors(self)
-        self._unwatch = self._unwatch or add_step_listener(self)
+        patch_dtensor(self)
+        self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
-        """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
+        """Context for constructing modules; with `empty_init` setup initialises parameters, shard
+        by shard.
+        """
         return DeferredInit(self.device) if empty_init else nullcontext()
 
     @contextmanager
-    def following(self, module: Module) -> Iterator[None]:
-        """Note which parameter takes the place of which, so that optimizers made before can follow."""
-        # Weakly: whole parameters go as soon as they are split, unless an optimizer holds them.
+    def recording_replacements(self, module: Module) -> Iterator[None]:
+        """Context that records which new parameter replaces which old one, for `remap_parameters`."""
+        # Weak references: full parameters are freed once they are sharded, unless an optimizer holds them.
         before = [
             (m, name, id(p), weakref.ref(p))
             for m in module.modules()
@@ -82,56 +84,57 @@ class DTensorLayout(Layout):
         for owner, name, key, old in before:
             new = owner._parameters[name]
             if new is not None and tensor_of(old) is not None and new is not tensor_of(old):
-                self._moved[key] = (old, weakref.ref(new))
+                self._replaced[key] = (old, weakref.ref(new))
         self._models.append(weakref.ref(module))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer, with the parts of its parameters.
+        """Return the user's optimizer with the shards of its parameters.
 
         Raises:
             UsageError: It is LBFGS.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
-                "LBFGS joins all parameters in one vector, which parameters that are split over ranks "
-                'cannot be. Use another optimizer, or strategy="ddp".'
+                "LBFGS joins all parameters in one vector, which sharded parameters cannot be part of. Use "
+                'another optimizer, or strategy="ddp".'
             )
         self.remap_parameters(optimizer)
         return optimizer
 
     def remap_parameters(self, optimizer: Optimizer) -> None:
-        """Put the parts of parameters in the place of the whole ones, in groups and state."""
+        """Replace full parameters by their shards, in the optimizer's groups and state."""
         for group in optimizer.param_groups:
             for i, old in enumerate(group["params"]):
-                new = self._now(old)
+                new = self._current_parameter(old)
                 if new is old:
                     continue
                 group["params"][i] = new
-                held = optimizer.state.pop(old, None)
-                if held is not None and not new.is_meta:
+                state = optimizer.state.pop(old, None)
+                if state is not None and not new.is_meta:
                     optimizer.state[new] = {
-                        key: self._part(_made(value, new), new) for key, value in held.items()
+                        key: self._shard_state(_materialise_state(value, new), new)
+                        for key, value in state.items()
                     }
-            # torch takes several tensors at once on an accelerator, and cannot where they lie differently.
-            asked = group.get("foreach", 0) is not None or group.get("fused")
-            if self.device.type != "cpu" and not asked:
+            # foreach is torch's default on accelerators, and fails for tensors of different meshes.
+            is_set = group.get("foreach", 0) is not None or group.get("fused")
+            if self.device.type != "cpu" and not is_set:
                 kinds = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
                 group["foreach"] = False if len(kinds) > 1 else None
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer of this process.
+        """Check the parameters before a step of any optimizer of this process.
 
         Raises:
-            UsageError: It has parameters whose place has been taken, and would train nothing.
+            UsageError: It has parameters that setup replaced, and would train nothing.
         """
-        held = parameters_of(optimizer) if self._moved else []
-        stale = [tuple(p.shape) for p in held if self._now(p) is not p]
+        parameters = parameters_of(optimizer) if self._replaced else []
+        stale = [tuple(p.shape) for p in parameters if self._current_parameter(p) is not p]
         if stale:
             raise UsageError(
                 f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "
-                f"{', '.join(map(str, stale[:3]))}) that setup took out of the model: their parts on each "
-                "rank are trained in their place, and this would train nothing. Write model, optimizer = "
-                "fabric.setup(model, optimizer), or optimizer = fabric.setup_optimizers(optimizer) after "
+                f"{', '.join(map(str, stale[:3]))}) that setup took out of the model and replaced by "
+                "shards, so this step would train nothing. Write model, optimizer = fabric.setup(model, "
+                "optimizer), or optimizer = fabric.setup_optimizers(optimizer) after "
                 "fabric.setup_module(model)."
             )
 
@@ -149,111 +152,109 @@ class DTensorLayout(Layout):
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """Return this rank's parts of the gradients, and the norm of the whole model's."""
+        """Return this rank's shards of the gradients, and the norm of the whole model's."""
         from fabric.strategies.norms import norm_over_ranks
-        from fabric.strategies.sharding.dtensors import spread_gradients
+        from fabric.strategies.sharding.dtensors import local_gradients_by_group
 
-        spread = spread_gradients(parameters)
-        grads = [grad for part, _ in spread for grad in part]
+        shards = local_gradients_by_group(parameters)
+        grads = [grad for local, _ in shards for grad in local]
         if not grads:
             return [], torch.tensor(0.0)
         staging = self.mesh.device_type if self.mesh is not None else self.device
-        return grads, norm_over_ranks(spread, norm_type, staging).to(grads[0].device, grads[0].dtype)
+        return grads, norm_over_ranks(shards, norm_type, staging).to(grads[0].device, grads[0].dtype)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        for grad in self.own_gradients(parameters):
+        for grad in self.local_gradients(parameters):
             grad.clamp_(-clip_value, clip_value)
 
-    def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return this rank's parts of the gradients, each once."""
-        from fabric.strategies.sharding.dtensors import spread_gradients
+    def local_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return this rank's shards of the gradients, each once."""
+        from fabric.strategies.sharding.dtensors import local_gradients_by_group
 
-        return [grad for part, _ in spread_gradients(parameters) for grad in part]
+        return [grad for local, _ in local_gradients_by_group(parameters) for grad in local]
 
-    def whole_values(self, module: Module) -> dict[str, Tensor]:
-        """Tensors of the user's module, in host memory. All ranks must call this."""
-        held = dict([*module.named_parameters(), *module.named_buffers()])
-        values: dict[str, Tensor] = self.whole_tree(held)
+    def full_tensors(self, module: Module) -> dict[str, Tensor]:
+        """Return the full tensors of the user's module, on the CPU. All ranks must call this."""
+        named = dict([*module.named_parameters(), *module.named_buffers()])
+        values: dict[str, Tensor] = self.unshard_tree(named)
         return values
 
-    def whole_tree(self, tree: Any) -> Any:
-        """The tree with whole tensors in the place of parts, which stay where nothing is gathered."""
+    def unshard_tree(self, tree: Any) -> Any:
+        """Return the tree with full tensors in place of DTensors; with `keeps_shards` unchanged."""
         from fabric.strategies.sharding.dtensors import full_tree
 
-        return tree if self.keeps_parts else full_tree(tree, self.keeps_full)
+        return tree if self.keeps_shards else full_tree(tree, self.keeps_full)
 
     def module_state(self, module: Module) -> dict[str, Any]:
-        """The full state dict, in host memory. All ranks must call this."""
+        """Return the full state dict on the CPU. All ranks must call this."""
         state: dict[str, Any] = module.state_dict()
-        state.update(self.whole_tree(dict(state)))
+        state.update(self.unshard_tree(dict(state)))
         return state
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
-        """Load this rank's part of a full state dict; a module without memory takes the tensors."""
+        """Load this rank's shards of a full state dict; a module on the meta device is assigned the
+        tensors.
+        """
         if has_meta_parameters(module):
             return _assign(module, state, strict)
-        from fabric.strategies.sharding.dtensors import own_parts
+        from fabric.strategies.sharding.dtensors import local_shards
 
-        return module.load_state_dict(own_parts(state, module.state_dict()), strict=strict)
+        return module.load_state_dict(local_shards(state, module.state_dict()), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state, in host memory. All ranks must call this."""
+        """Return the full state on the CPU. All ranks must call this."""
         state = optimizer.state_dict()
-        return {**state, "state": self.whole_tree(state["state"])}
+        return {**state, "state": self.unshard_tree(state["state"])}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of a full state."""
-        from fabric.strategies.sharding.dtensors import place_optimizer_state
+        """Load this rank's shards of a full state."""
+        from fabric.strategies.sharding.dtensors import shard_optimizer_state
 
-        placed = place_optimizer_state(optimizer, state)
+        placed = shard_optimizer_state(optimizer, state)
         optimizer.load_state_dict(map_tree(read_stored, placed))
 
     def teardown(self) -> None:
-        """Let go of the mesh."""
+        """Release the mesh."""
         self.mesh = None
-        self._moved.clear()
-        if self._unwatch is not None:
-            self._unwatch()
+        self._replaced.clear()
+        if self._remove_step_listener is not None:
+            self._remove_step_listener()
 
     def models(self) -> list[Any]:
-        """The models that were set up and are still about, in the order of setup: the same on all ranks."""
+        """Return the models that were set up and still exist, in the order of setup."""
         return [model for ref in self._models if (model := ref()) is not None]
 
-    def _part(self, value: Any, new: Tensor) -> Any:
-        """Return the part of an optimizer's state for the part of a whole parameter."""
-        from fabric.strategies.sharding.dtensors import part_like
+    def _shard_state(self, value: Any, new: Tensor) -> Any:
+        """Return the shard of a value of an optimizer's state, for a parameter that was sharded."""
+        from fabric.strategies.sharding.dtensors import shard_like
 
-        return part_like(value, new)
+        return shard_like(value, new)
 
-    def _now(self, parameter: Tensor) -> Tensor:
-        old, new = self._moved.get(id(parameter), (None, None))
+    def _current_parameter(self, parameter: Tensor) -> Tensor:
+        old, new = self._replaced.get(id(parameter), (None, None))
         now = new() if new is not None and old is not None and old() is parameter else None
         return parameter if now is None else now
 
 
-def is_split(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; asked without importing it."""
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without an import of the class."""
     return hasattr(tensor, "device_mesh")
 
 
-def _made(value: Any, new: Tensor) -> Any:
-    """A state that an optimizer made of a parameter without memory (Adagrad does), with its values; those of
-    parameters on other stages of a pipeline have none.
-    """
+def _materialise_state(value: Any, new: Tensor) -> Any:
+    """Return a state that an optimizer created from a meta parameter (as Adagrad does), with its values."""
     return value.recorder.make(value) if isinstance(value, DeferredTensor) and new.numel() else value
 
 
 def _assign(module: Module, state: dict[str, Any], strict: bool) -> Any:
-    """Make the tensors of `state` the parameters of a module without memory; tied ones stay tied."""
-    places = [
-        (m, name, id(p)) for m in module.modules() for name, p in m._parameters.items() if p is not None
-    ]
+    """Assign the tensors of `state` as parameters of a module on the meta device; tied ones stay tied."""
+    slots = [(m, name, id(p)) for m in module.modules() for name, p in m._parameters.items() if p is not None]
     copied = {
         key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
     }
     result = module.load_state_dict(copied, strict=strict, assign=True)
     first: dict[int, Any] = {}
-    for owner, name, key in places:
+    for owner, name, key in slots:
         owner._parameters[name] = first.setdefault(key, owner._parameters[name])
     return result

@@ -1,8 +1,9 @@
-"""`Mesh`: models that the user's function splits over a 2-D mesh: tensor parallel, sequence parallel, FSDP2.
+"""`Mesh`: models that a user's function parallelises on a 2-D mesh: tensor parallel, sequence parallel,
+FSDP2.
 
-The mesh has the dimensions "data_parallel" and "tensor_parallel". Ranks of one tensor parallel group see the
-same data. What the function leaves whole over data parallel ranks is sharded over them, so that gradients
-agree.
+The mesh has the dimensions "data_parallel" and "tensor_parallel". Ranks of one tensor parallel group read the
+same data. Parameters that the function does not shard over data parallel ranks are sharded over them
+afterwards, so that their gradients are averaged.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten
 from fabric.strategies._torch import has_forward_hooks
 from fabric.strategies.buffers import shared_buffers
-from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
+from fabric.strategies.deferred_init.materialise import Materialiser, meta_slots
 from fabric.strategies.rows import DataParallelMesh
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import SPLIT, is_split
+from fabric.strategies.sharding.split import SPLIT, is_dtensor
 from fabric.strategies.tensor_sync import broadcast_from_zero
 
 if TYPE_CHECKING:
@@ -33,19 +34,21 @@ if TYPE_CHECKING:
 
     from fabric.core.topology import Topology
 
-Places = list[tuple[Module, dict[str, Any], str, Any]]
-"""(module, its table, name in it, tensor without memory that was there at first)."""
+MetaSlots = list[tuple[Module, dict[str, Any], str, Any]]
+"""(module, its dictionary, name in it, meta tensor before the user's function)."""
 
 DIMS = ("data_parallel", "tensor_parallel")
 
 
 class Mesh(DataParallelMesh, FSDP2Runtime):
-    """A model that a function has split.
+    """A model that a user's function parallelises.
 
     Args:
         parallelize: Called as parallelize(model, device_mesh); changes the model in place and returns it.
-        data_parallel_size: Ranks that see different data; "auto": the rest, or the number of nodes.
-        tensor_parallel_size: Ranks that share one replica; "auto": the rest, or the devices of a node.
+        data_parallel_size: Number of ranks that read different data; "auto": the number of ranks divided by
+            the other size, or the number of nodes.
+        tensor_parallel_size: Number of ranks that share one replica; "auto": as above, or the devices of a
+            node.
     """
 
     traits = replace(
@@ -64,21 +67,21 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
     ) -> None:
         super().__init__()
         self.parallelize = parallelize
-        self.asked = (data_parallel_size, tensor_parallel_size)
+        self.arguments = (data_parallel_size, tensor_parallel_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Groups and models belong to their process; a spawned rank joins anew.
-        return type(self), (self.parallelize, *self.asked)
+        # Process groups and models belong to one process; a spawned rank calls `join` itself.
+        return type(self), (self.parallelize, *self.arguments)
 
     def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, int]:
-        """(data parallel, tensor parallel) sizes.
+        """Return the (data parallel, tensor parallel) sizes.
 
         Raises:
             ConfigurationError: They do not multiply to the number of ranks.
         """
         world = local_world_size * num_nodes
-        data, tensor = self.asked
-        for name, size in zip(("data_parallel_size", "tensor_parallel_size"), self.asked, strict=True):
+        data, tensor = self.arguments
+        for name, size in zip(("data_parallel_size", "tensor_parallel_size"), self.arguments, strict=True):
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigurationError(f'{name}={size!r} must be "auto" or a whole number, 1 or more.')
         if data == "auto" and tensor == "auto":
@@ -89,9 +92,10 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
             tensor = world // data
         if data * tensor != world:
             raise ConfigurationError(
-                f"data_parallel_size={self.asked[0]!r} x tensor_parallel_size={self.asked[1]!r} does not "
-                f"make {world} ranks ({num_nodes} nodes of {local_world_size}). Write sizes that multiply to "
-                f"{world}, such as data_parallel_size={num_nodes}, tensor_parallel_size={local_world_size}."
+                f"data_parallel_size={self.arguments[0]!r} x tensor_parallel_size={self.arguments[1]!r} does "
+                f"not make {world} ranks ({num_nodes} nodes of {local_world_size}). Write sizes that "
+                f"multiply to {world}, such as data_parallel_size={num_nodes}, "
+                f"tensor_parallel_size={local_world_size}."
             )
         return data, tensor
 
@@ -100,7 +104,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         self.sizes(len(plan.devices), plan.num_nodes)
 
     def join(self, strategy: Any) -> None:
-        """Make the mesh. All ranks must call this."""
+        """Create the mesh. All ranks must call this."""
         from torch.distributed.device_mesh import init_device_mesh
 
         super().join(strategy)
@@ -109,118 +113,122 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """The module itself, split by the user's function; rank zero's values count. All ranks.
+        """Return the module, parallelised by the user's function, with rank zero's values. All ranks must
+        call this.
 
         Raises:
             ArgumentTypeError: The function did not return the model.
-            UsageError: A parameter on the meta device that nothing initialises; tied ones that came apart.
+            UsageError: A meta parameter is never initialised, or tied parameters are not tied any more.
         """
         whole = [*module.parameters(), *shared_buffers(module).values()]
-        broadcast_from_zero([t for t in whole if not (t.is_meta or is_split(t))])
+        broadcast_from_zero([t for t in whole if not (t.is_meta or is_dtensor(t))])
         tied = _tied(module)
-        with self.following(module):
+        with self.recording_replacements(module):
             Materialiser(module, topology.device)
-            # As a context: parameters without memory are replaced when the function has placed them.
-            places = [(part, *place) for part in module.modules() for place in own_meta(part)]
-            with Splitting(places):
+            # Meta parameters are replaced by initialised ones after the function.
+            slots_of_metas = [(part, *place) for part in module.modules() for place in meta_slots(part)]
+            with Splitting(slots_of_metas):
                 returned = self.parallelize(module, self.mesh)  # type: ignore[arg-type]
             if returned is not module:
                 raise ArgumentTypeError(
-                    f"parallelize_fn must change the {type(module).__name__} that it is given in place and "
+                    f"parallelize_fn must change its argument, a {type(module).__name__}, in place and "
                     "return it, but returned "
                     f"{'another module' if isinstance(returned, Module) else repr(returned)}."
                 )
             _check_tied(module, tied)
-            self._share_gradients(module)
-            self._give_values(places, topology)
-        self._note(module)
+            self._shard_data_parallel(module)
+            self._materialise(slots_of_metas, topology)
+        self._install_checks(module)
         split: Module = module
         return split
 
-    def _share_gradients(self, module: Module) -> None:
-        """Shard what is left over data parallel ranks, so that their gradients are averaged."""
+    def _shard_data_parallel(self, module: Module) -> None:
+        """Shard the remaining parameters over data parallel ranks, so that their gradients are averaged."""
         from torch.distributed.fsdp import fully_shard
 
         mesh: Any = self.mesh
         if not is_fsdp(module) and (mesh.size(0) > 1 or any([is_fsdp(part) for part in module.modules()])):
             fully_shard(module, mesh=mesh[DIMS[0]])
 
-    def _give_values(self, places: Places, topology: Topology) -> None:
+    def _materialise(self, slots_of_metas: MetaSlots, topology: Topology) -> None:
         from torch.distributed.tensor import DTensor
 
         made: dict[int, Any] = {}
         sources: dict[int, int] = {}
-        filled = dict.fromkeys([slots[name] for _, slots, name, _ in places])
-        broadcast_from_zero([t for t in filled if not (t.is_meta or is_split(t))])
-        for owner, slots, name, source in places:
+        filled = dict.fromkeys([slots[name] for _, slots, name, _ in slots_of_metas])
+        broadcast_from_zero([t for t in filled if not (t.is_meta or is_dtensor(t))])
+        for owner, slots, name, source in slots_of_metas:
             target = slots[name]
             if not target.is_meta:  # the user's function did it, by to_empty()
                 continue
             if sources.setdefault(id(target), id(source)) != id(source) or _differs(target, source):
-                raise _lost(f"puts another tensor in the place of {name} of {type(owner).__name__}")
+                raise _lost_change_error(
+                    f"puts another tensor in the place of {name} of {type(owner).__name__}"
+                )
             if id(source) not in made:
                 full = source.recorder.make(source, replay=topology.rank == 0).to(target.dtype)
                 broadcast_from_zero([full])
                 made[id(source)] = full
                 if isinstance(target, DTensor):
-                    from fabric.strategies.sharding.dtensors import own_part
+                    from fabric.strategies.sharding.dtensors import local_shard
 
-                    made[id(source)] = own_part(full, target, name)
+                    made[id(source)] = local_shard(full, target, name)
                 if isinstance(target, Parameter):
                     made[id(source)] = Parameter(made[id(source)], target.requires_grad)
             slots[name] = made[id(source)]
 
-    def _note(self, module: Any) -> None:
+    def _install_checks(self, module: Any) -> None:
         if is_fsdp(module):
-            self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
+            self.install_call_guard(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
             return
-        hooked = [m for m in module.modules() if has_forward_hooks(m) or _holds_parts(m)]
+        hooked = [m for m in module.modules() if has_forward_hooks(m) or _has_dtensors(m)]
         self.checks(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
 
 
 class Splitting(TorchFunctionMode):
-    """A context in which the user's function splits parameters without memory, and may not change them.
+    """Mode in which the user's function shards meta parameters, and may not change their values.
 
-    They get the values that were recorded of them as wholes; what is done to a meta tensor leaves no trace.
+    They are initialised later by the recorded operations on the full parameters; changes of meta tensors are
+    not recorded.
 
     Args:
-        places: Where they are; the function finds plain tensors, which torch splits, in their places.
+        slots_of_metas: Where the parameters are; for the function they are replaced by plain meta tensors.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, slots_of_metas: MetaSlots) -> None:
         super().__init__()
-        self._places = places
+        self._slots = slots_of_metas
         shown: dict[int, Any] = {}
-        for _, slots, name, source in places:
+        for _, slots, name, source in slots_of_metas:
             if id(source) not in shown:
-                plain, named = source.plain(), isinstance(source, Parameter)
+                plain, named = source.unrecorded(), isinstance(source, Parameter)
                 shown[id(source)] = Parameter(plain, source.requires_grad) if named else plain
             slots[name] = shown[id(source)]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function, unless it changes one of them."""
+        """Call the function; raise if it changes such a parameter."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         target = _target_of(name, args, kwargs)
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             one, other = args
-            # What has values keeps them, and `model.to(dtype)` is repeated.
+            # Allowed: tensors with values, and `model.to(dtype)`, which is repeated.
             lost = other.is_meta and other.dtype == one.dtype and memory_of(other) != memory_of(one)
             target, name = one if lost else None, ".data = other"
         for tensor in flatten(target)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._has(tensor):
-                raise _lost(f"changes by {name} a tensor of shape {list(tensor.shape)}")
+                raise _lost_change_error(f"changes by {name} a tensor of shape {list(tensor.shape)}")
         return func(*args, **kwargs)
 
     def _has(self, tensor: Tensor) -> bool:
-        """Whether it is one of them, a view of one, or a part."""
-        held = {memory_of(slots[name]) for _, slots, name, _ in self._places}
-        return is_split(tensor) or memory_of(tensor) in held
+        """Whether it is such a parameter, a view of one, or a shard."""
+        held = {memory_of(slots[name]) for _, slots, name, _ in self._slots}
+        return is_dtensor(tensor) or memory_of(tensor) in held
 
 
 def _tied(module: Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[Any, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -228,37 +236,39 @@ def _tied(module: Module) -> list[list[str]]:
 
 
 def _check_tied(module: Module, tied: list[list[str]]) -> None:
-    """torch's `parallelize_module` makes a new parameter for each name."""
+    """Raise if tied parameters are not tied any more: `parallelize_module` creates one for each name."""
     held = dict(module.named_parameters(remove_duplicate=False))
     for names in tied:
         if len({held[name] for name in names if name in held}) > 1:
             raise UsageError(
                 f"parallelize_fn made several parameters of {' and '.join(names)} of "
-                f"{type(module).__name__}, which were one: they would be trained apart. Tie them again after "
-                f"parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} (models "
-                "of transformers: model.tie_weights())."
+                f"{type(module).__name__}, which were one: they would be trained separately. Tie them again "
+                f"after parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} "
+                "(models of transformers: model.tie_weights())."
             )
 
 
 def _differs(target: Any, source: Any) -> bool:
-    """Whether a tensor that is not split was computed from `source`; `model.to(dtype)` is repeated."""
-    return not is_split(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
+    """Whether a tensor that is no DTensor was computed from `source`, by other means than
+    `model.to(dtype)`.
+    """
+    return not is_dtensor(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
 
 
-def _lost(what: str) -> UsageError:
+def _lost_change_error(what: str) -> UsageError:
     return UsageError(
         f"parallelize_fn {what}, which has no values yet: the change would be lost. Do it before "
-        "fabric.setup, on the model that init_module(empty_init=True) has made; or call to_empty(device=...) "
-        "on the model first, and then initialise all of it."
+        "fabric.setup, on the model from init_module(empty_init=True); or call to_empty(device=...) on the "
+        "model first, and then initialise all of it."
     )
 
 
-def _holds_parts(module: Module) -> bool:
-    return any([is_split(parameter) for parameter in module.parameters(recurse=False)])
+def _has_dtensors(module: Module) -> bool:
+    return any([is_dtensor(parameter) for parameter in module.parameters(recurse=False)])
 
 
 def _target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the tensor or list of tensors that the function of this name writes into; None if none."""
+    """Return the tensor or list of tensors that the function of this name writes into, or None."""
     inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     assigning = name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in dir(int))
     if inplace or assigning:

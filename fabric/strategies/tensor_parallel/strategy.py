@@ -1,4 +1,4 @@
-"""`ModelParallelStrategy`: one model over several devices, as a function of the user's splits it."""
+"""`ModelParallelStrategy`: tensor parallelism and FSDP2 by a user's function."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class ModelParallelStrategy(ParallelStrategy):
-    """Tensor parallel, sequence parallel and FSDP2 on a 2-D mesh, as `parallelize_fn` says.
+    """Tensor parallelism, sequence parallelism and FSDP2 on a 2-D mesh, by a user's function.
 
-    `fabric.setup` calls parallelize_fn(model, mesh) on all ranks. It applies `parallelize_module` with
-    mesh["tensor_parallel"] and, if it likes, `fully_shard` with mesh["data_parallel"], and returns the model.
-    Loaders are sharded by the data parallel rank: ranks of one tensor parallel group see the same batches, so
-    one `batch_size` is that of such a group. Seed all ranks alike. Every forward is a collective.
+    `fabric.setup` calls parallelize_fn(model, mesh) on all ranks. The function calls `parallelize_module`
+    with mesh["tensor_parallel"] and optionally `fully_shard` with mesh["data_parallel"], and returns the
+    model. Loaders are sharded by the data parallel rank: ranks of one tensor parallel group read the same
+    batches, so `batch_size` is that of such a group. Seed all ranks alike. Every forward is a collective.
 
     Args:
         parallelize_fn: (model, device_mesh) -> model, in place.
-        data_parallel_size: Groups that see different data; "auto": the number of nodes.
+        data_parallel_size: Number of groups that read different data; "auto": the number of nodes.
         tensor_parallel_size: Ranks that share one replica; "auto": the number of devices of a node.
         save_distributed_checkpoint: True: `fabric.save` without `format=` writes "sharded"; False: "full".
-        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: the one for the devices.
         timeout: How long a collective waits for the other ranks.
-        kwargs: Others of `ParallelStrategy`.
+        kwargs: Other arguments of `ParallelStrategy`.
 
     Raises:
         ArgumentTypeError: `parallelize_fn` is no function.
-        ConfigurationError: Sizes that do not multiply to the number of ranks, when `Fabric` is made.
+        ConfigurationError: In `Fabric(...)`: the sizes do not multiply to the number of ranks.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
     """

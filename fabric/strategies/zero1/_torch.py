@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes of an optimizer that hold the hooks of its step."""
+"""Attributes of an optimizer with the hooks of its step."""
 
 UNCOMPILED = "_torchdynamo_orig_callable"
-"""Attribute of a compiled function that holds the function given to `torch.compile`."""
+"""Attribute of a compiled function with the function that was passed to `torch.compile`."""

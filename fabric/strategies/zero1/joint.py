@@ -1,5 +1,6 @@
-"""Whether an optimizer updates each parameter by itself, found by a trial: small copies of its parameters
-are stepped in two parts and all together.
+"""Detection of optimizers whose update of a parameter depends on other parameters.
+
+A trial steps small copies of the parameters in two halves, and all together.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 _PER_GROUP, _STEPS = 4, 8
 
 
-def joins_parameters(optimizer: Optimizer) -> bool:
-    """Whether a parameter's update depends on others: on a norm over all, or an estimate of the rate.
+def couples_parameters(optimizer: Optimizer) -> bool:
+    """Whether a parameter's update depends on others: on a global norm, or an estimate of the learning rate.
 
-    False where it cannot be tried: the step draws random numbers, needs a closure or a device, or fails.
+    False without a trial result: the step draws random numbers, needs a closure or a device, or raises.
     """
     step: Any = type(optimizer).step
     if step.__module__.startswith("torch.optim") or len({*parameters_of(optimizer)}) < 2:
@@ -33,37 +34,37 @@ def joins_parameters(optimizer: Optimizer) -> bool:
             together = _stepped(optimizer, [0, 1])
             if not torch.equal(torch.get_rng_state(), rng):
                 return False
-            apart = _stepped(optimizer, [0]) + _stepped(optimizer, [1])  # each is zero where the other is not
+            separate = _stepped(optimizer, [0]) + _stepped(optimizer, [1])  # zero for the other half
     except Exception:
         return False
     finally:
         torch.set_rng_state(rng)
-    return not torch.allclose(together, apart, rtol=1e-4, atol=0.0, equal_nan=True)
+    return not torch.allclose(together, separate, rtol=1e-4, atol=0.0, equal_nan=True)
 
 
-def _stepped(optimizer: Optimizer, parts: list[int]) -> Tensor:
-    """Return the change of all parameters by steps with those of some parts: zeros for the other parts."""
+def _stepped(optimizer: Optimizer, halves: list[int]) -> Tensor:
+    """Return the change of all parameters by steps with the parameters of `halves`; zeros for the others."""
     params = [*dict.fromkeys(parameters_of(optimizer))]
     small = {id(p): _small(p) for p in params}
-    own = optimizer.__dict__
-    empty: Any = {id(v): OrderedDict() for v in own.values() if isinstance(v, OrderedDict)}  # hooks
-    # A deep copy in which whatever refers to a parameter refers to its stand-in, and nothing large is copied.
+    local = optimizer.__dict__
+    empty: Any = {id(v): OrderedDict() for v in local.values() if isinstance(v, OrderedDict)}  # hooks
+    # A deep copy whose references to parameters are replaced by the small copies.
     memo: dict[int, Any] = {**small, **empty, id(optimizer.state): defaultdict(dict)}
-    twin = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    twin.__dict__.update(deepcopy({name: v for name, v in own.items() if name != "step"}, memo))
-    part = {id(small[id(p)]): i % 2 for i, p in enumerate(params)}
-    for group in twin.param_groups:
-        group["params"] = [p for p in group["params"][:_PER_GROUP] if part[id(p)] in parts]
-    held = parameters_of(twin)
+    trial = object.__new__(type(optimizer))
+    memo[id(optimizer)] = trial
+    trial.__dict__.update(deepcopy({name: v for name, v in local.items() if name != "step"}, memo))
+    half = {id(small[id(p)]): i % 2 for i, p in enumerate(params)}
+    for group in trial.param_groups:
+        group["params"] = [p for p in group["params"][:_PER_GROUP] if half[id(p)] in halves]
+    stepped = parameters_of(trial)
     before = [p.clone() for p in small.values()]
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks of all optimizers
     for count in range(_STEPS):
-        for p in held:
-            # One part goes on in a direction; gradients of the other change their sign, and size, each time.
-            p.grad = (-0.01 if count % 2 else 1e4) * p.cos() if part[id(p)] else p.sin() * 0.1 + 1.0
-        step(twin)
+        for p in stepped:
+            # Gradients of one half keep their direction; those of the other change sign and size each step.
+            p.grad = (-0.01 if count % 2 else 1e4) * p.cos() if half[id(p)] else p.sin() * 0.1 + 1.0
+        step(trial)
     return torch.cat([(p - old).flatten() for p, old in zip(small.values(), before, strict=True)])
 
 

@@ -1,6 +1,6 @@
-"""Owners of an optimizer's parameters, the stand-in that steps one rank's shard, and sending the results.
+"""Owners of an optimizer's parameters, the view that steps one rank's shard, and the broadcast after it.
 
-`ShardedStates` is made of these.
+Used by `ShardedStates`.
 """
 
 from __future__ import annotations
@@ -25,95 +25,95 @@ _IN_FLIGHT = 8  # messages: bounds the memory of packed ones
 
 
 class OptimizerShard:
-    """Which rank owns which parameter of one optimizer, and the step that this rank is in."""
+    """The owners of one optimizer's parameters, and its running step."""
 
     def __init__(self) -> None:
         self.rank = 0
-        self.params: list[Tensor] = []  # each once; empty until the ranks have agreed
+        self.params: list[Tensor] = []  # each once; empty until owners are assigned
         self.owners: dict[Any, int] = {}
         self.handles: list[Any] = []
         self.step: ShardStep | None = None
         self.changes = self.writes = 0
-        """In-place changes of all parameters at the end of the last step; those made outside of steps."""
-        self.kept: list[Tensor] | None = None
-        """Own parameters as they were before a step, if they were changed outside of steps."""
+        """Numbers of in-place changes: of all parameters until the end of the last step; outside of steps."""
+        self.before_step: list[Tensor] | None = None
+        """Local parameters before the running step, if parameters were changed outside of steps."""
 
     def count(self) -> int:
         """Return the number of in-place changes of the parameters."""
         return sum([p._version for p in self.params])
 
     def count_writes(self) -> None:
-        """Note what was changed since this was called, or a step ended."""
-        now = self.count()
-        self.writes, self.changes = self.writes + now - self.changes, now
+        """Add the in-place changes since the last call, or since the end of a step, to `writes`."""
+        count = self.count()
+        self.writes, self.changes = self.writes + count - self.changes, count
 
-    def keep_written(self) -> None:
-        """Keep own parameters as they are before a step, if some were changed outside of steps."""
-        self.kept = [p.detach().clone() for _, p in self.own()] if self.writes else None
+    def save_before_step(self) -> None:
+        """Copy local parameters before a step, if parameters were changed outside of steps."""
+        self.before_step = [p.detach().clone() for _, p in self.local()] if self.writes else None
 
-    def is_own(self, param: Any) -> bool:
-        """Whether this rank steps it; so do all where nothing is agreed on yet."""
+    def is_local(self, param: Any) -> bool:
+        """Whether this rank owns the parameter; True on all ranks until owners are assigned."""
         return self.owners.get(param, self.rank) == self.rank
 
-    def own(self) -> list[tuple[int, Tensor]]:
-        """Positions and parameters that this rank steps."""
+    def local(self) -> list[tuple[int, Tensor]]:
+        """Return (index, parameter) of the parameters that this rank owns."""
         return [(i, p) for i, p in enumerate(self.params) if self.owners[p] == self.rank]
 
-    def load(self) -> int:
-        """Return the number of elements that this rank steps."""
-        return sum([p.numel() for _, p in self.own() if p.requires_grad])
+    def num_elements(self) -> int:
+        """Return the number of trainable elements that this rank owns."""
+        return sum([p.numel() for _, p in self.local() if p.requires_grad])
 
     def versions(self) -> list[int]:
-        """Return the number of in-place changes of each own parameter."""
-        return [p._version for _, p in self.own()]
+        """Return the version counter of each local parameter."""
+        return [p._version for _, p in self.local()]
 
-    def drop_foreign(self, optimizer: Optimizer) -> None:
-        """Forget states of what other ranks own: those made before setup, or by a load behind our back."""
-        for param in [key for key in optimizer.state if not self.is_own(key)]:
+    def drop_others_state(self, optimizer: Optimizer) -> None:
+        """Delete states of other ranks' parameters, from before setup or from torch's load_state_dict."""
+        for param in [key for key in optimizer.state if not self.is_local(key)]:
             del optimizer.state[param]
 
 
 class ShardStep:
-    """One step of one optimizer: who stands in for it, and which parameters have gradients in it."""
+    """One step of one optimizer: the view that steps, and which parameters have gradients."""
 
-    def __init__(self, share: OptimizerShard, optimizer: Optimizer) -> None:
+    def __init__(self, shard: OptimizerShard, optimizer: Optimizer) -> None:
         self.groups = [
-            {**group, "params": [p for p in group["params"] if share.is_own(p)]}
+            {**group, "params": [p for p in group["params"] if shard.is_local(p)]}
             for group in optimizer.param_groups
         ]
         self.before = dict(optimizer.__dict__)
-        # Hooks run in the user's optimizer, around this: in `super().step()` parameters are not sent yet.
+        # The view has no step hooks: they run in the user's optimizer, after the broadcast.
         self.replaced: dict[str, Any] = {
             "param_groups": self.groups,
             **{name: OrderedDict() for name in STEP_HOOKS},
         }
-        self.stand_in = optimizer_view(optimizer, **self.replaced)
-        # Before the update: torch steps what has a gradient, and some optimizers clear it then.
-        self.with_gradient = [p.grad is not None for p in share.params]
+        self.view = optimizer_view(optimizer, **self.replaced)
+        # Computed before the update, since some optimizers clear gradients in their step.
+        self.has_grad = [p.grad is not None for p in shard.params]
 
-    def give_back(self, optimizer: Optimizer) -> None:
-        """Copy the groups and attributes that the step has set to the user's optimizer."""
-        for group, own in zip(optimizer.param_groups, self.groups, strict=False):
-            group.update({**own, "params": group["params"]})
-        for name, value in self.stand_in.__dict__.items():
+    def write_back(self, optimizer: Optimizer) -> None:
+        """Copy groups and attributes that the step changed from the view to the user's optimizer."""
+        for group, stepped in zip(optimizer.param_groups, self.groups, strict=False):
+            group.update({**stepped, "params": group["params"]})
+        for name, value in self.view.__dict__.items():
             if name not in self.replaced and value is not self.before.get(name, self):
                 optimizer.__dict__[name] = value
 
 
 def optimizer_view(optimizer: Optimizer, **replaced: Any) -> Any:
-    """An optimizer of the same class with the same attributes, but for those given."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({**optimizer.__dict__, **replaced})
-    return twin
+    """Return an optimizer of the same class with the same attributes, except `replaced`."""
+    view = object.__new__(type(optimizer))
+    view.__dict__.update({**optimizer.__dict__, **replaced})
+    return view
 
 
 class RejectPartialStateDict:
-    """A hook before `state_dict()` of an optimizer that has a part of the states: raises. A stand-in, by
-    which the layout itself takes the states, passes.
+    """A hook that raises in `state_dict()` of an optimizer that has only a part of the states. It does not
+    raise for views, from which the layout reads states.
 
     Args:
-        optimizer: The optimizer that the user has given to setup.
-        holds: What it has of the states ("this rank's share").
+        optimizer: The optimizer that the user passed to setup.
+        holds: The part of the states that it has ("this rank's shard"), for the error.
     """
 
     def __init__(self, optimizer: Optimizer, holds: str) -> None:
@@ -121,26 +121,28 @@ class RejectPartialStateDict:
         self.handle = optimizer.register_state_dict_pre_hook(self)
 
     def __call__(self, optimizer: Optimizer) -> None:
-        """Refuse.
+        """Raise if `optimizer` is the user's.
 
         Raises:
-            UsageError: It is the user's own optimizer.
+            UsageError: It is the user's optimizer, not a view.
         """
         if optimizer is self.optimizer():
             raise UsageError(
-                f"{type(optimizer).__name__}.state_dict() of the optimizer that was given to fabric.setup "
-                f"has only {self.holds} of the states. Call state_dict() of what fabric.setup returned, "
-                'on all ranks, or write fabric.save(path, {"optimizer": optimizer}) with it.'
+                f"{type(optimizer).__name__}.state_dict() of the optimizer that was passed to fabric.setup "
+                f"has only {self.holds} of the states. Call state_dict() of the optimizer that fabric.setup "
+                'returned, on all ranks, or write fabric.save(path, {"optimizer": optimizer}) with it.'
             )
 
 
 def assign_owners(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list[int]:
-    """The owner of each parameter: its one holder, else the rank that has least, the largest first.
+    """Return the owner of each parameter: its only holder, else the rank with the fewest elements.
+
+    Parameters are assigned from the largest to the smallest.
 
     Args:
-        sizes: Elements of each parameter.
-        loads: Elements that each rank has of other optimizers.
-        holders: For each parameter the ranks that hold a state of it.
+        sizes: Number of elements of each parameter.
+        loads: Number of elements that each rank owns in other optimizers.
+        holders: For each parameter the ranks that have a state of it.
     """
     loads, owners = list(loads), [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]) != 1, -sizes[i])):
@@ -149,25 +151,25 @@ def assign_owners(sizes: list[int], loads: list[int], holders: list[list[int]]) 
     return owners
 
 
-def send(params: list[Tensor], share: OptimizerShard, group: Any) -> None:
-    """Every owner's values of its parameters on all ranks of `group`, which must all call this."""
+def broadcast_from_owners(params: list[Tensor], shard: OptimizerShard, group: Any) -> None:
+    """Broadcast each parameter from its owner. All ranks of `group` must call this."""
     by_owner: dict[int, list[Tensor]] = {}
     for param in params:
-        # Detached, and not .data: a graph that saved the old values must find out, as after a plain step.
-        by_owner.setdefault(share.owners[param], []).append(param.detach())
-    queue = [(i, owner, p) for owner, own in by_owner.items() for i, p in enumerate(tensor_buckets(own))]
-    queue.sort(key=lambda entry: entry[:2])  # owners take turns: all links are busy
+        # Detached, not .data: it shares the version counter, so that a backward with old values raises.
+        by_owner.setdefault(shard.owners[param], []).append(param.detach())
+    queue = [(i, owner, b) for owner, owned in by_owner.items() for i, b in enumerate(tensor_buckets(owned))]
+    queue.sort(key=lambda entry: entry[:2])  # owners alternate, so that all links are used
     pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
-    for _, owner, parcel in queue:
-        flat = join(parcel)
+    for _, owner, bucket in queue:
+        flat = join(bucket)
         sent = dist.broadcast(flat.view(torch.uint8), group=group, group_src=owner, async_op=True)
-        pending.append((sent, flat, parcel))
+        pending.append((sent, flat, bucket))
         if len(pending) > _IN_FLIGHT:
-            _end(*pending.popleft())
+            _wait_and_copy(*pending.popleft())
     while pending:
-        _end(*pending.popleft())
+        _wait_and_copy(*pending.popleft())
 
 
-def _end(work: Any, flat: Tensor, parcel: list[Tensor]) -> None:
+def _wait_and_copy(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
     work.wait()
-    unflatten_into(flat, parcel)
+    unflatten_into(flat, bucket)

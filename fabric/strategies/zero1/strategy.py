@@ -1,4 +1,4 @@
-"""`ZeRO1Strategy`: all parameters on every rank, optimizer states on one rank each."""
+"""`ZeRO1Strategy`: data parallel training with sharded optimizer states."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
 
 
 class ZeRO1Strategy(DDPStrategy):
-    """Data parallel training in which the states of each optimizer are divided over ranks (ZeRO stage 1).
+    """Data parallel training in which optimizer states are sharded across ranks (ZeRO stage 1).
 
-    Gradients are averaged as in `DDPStrategy`; every rank then steps its share of the parameters, and sends
-    them to the others. The numbers are those of `DDPStrategy`. Memory for Adam in float32, bytes a parameter:
+    Gradients are averaged as in `DDPStrategy`. Each rank then steps its shard of the parameters and
+    broadcasts them. Results are those of `DDPStrategy`. Memory for Adam in float32, in bytes per parameter:
     4 (parameter) + 4 (gradient) + 8 / ranks (states).
 
-    The optimizer must update each parameter by its own gradient and state. LBFGS is refused at setup, and so
-    are classes whose step computes one value from all parameters (a global norm, as some LAMB; D-Adaptation,
-    Prodigy): a trial with small parameters finds them. Use "ddp" or "zero2" for them. A step that draws
-    random numbers, or runs on devices only, is not tried. A step that was given to torch.compile runs
-    uncompiled.
+    The optimizer must update each parameter from its gradient and state alone. Setup raises for LBFGS, and
+    for classes whose step computes one value from all parameters (a global norm, as some LAMB; D-Adaptation,
+    Prodigy), which a trial with small parameters detects. Use "ddp" or "zero2" for them. A step that draws
+    random numbers, or runs on devices only, is not tried. A compiled step runs uncompiled.
 
-    Other methods of the optimizer that change parameters (`eval()` and `train()` of schedule-free ones) are
-    calls of all ranks; afterwards all ranks have the owners' values.
+    Other methods of the optimizer that change parameters (`eval()` and `train()` of schedule-free ones) must
+    be called by all ranks. Afterwards all ranks have the owners' values.
 
     Arguments are those of `DDPStrategy`.
     """
@@ -36,5 +35,5 @@ class ZeRO1Strategy(DDPStrategy):
     _layout = ShardedStates
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the function that `optimizer.step(closure)` runs; a failure on one rank fails all ranks."""
-        return self.layout.joint_step(optimizer, super().step_plan(optimizer))
+        """Return the function that `optimizer.step(closure)` runs; an error on one rank is raised on all."""
+        return self.layout.collective_step(optimizer, super().step_plan(optimizer))
