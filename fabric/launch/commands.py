@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FORWARD_GRACE_S = 30.0
 """Seconds for ranks to exit after all were sent a signal and one has failed."""
+LAST_GRACE_S = 5.0
+"""Seconds for ranks to exit after the first one has, where `limit` is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ def run_commands(
     cwd: str | None = None,
     logs: RankLogs | None = None,
     parent_rank: ParentRank | None = None,
+    limit: float | None = None,
 ) -> int:
     """Run a command as each rank of this machine until all exit; return the exit code of the job.
 
@@ -81,6 +85,7 @@ def run_commands(
         cwd: The ranks' working directory; None: that of this process.
         logs: Receives the ranks' output; None: they write to this process's stdout and stderr.
         parent_rank: The first rank, if it started this process; forwards its signals. None: no rank did.
+        limit: Seconds for the first rank to exit. Until then failed ranks stop no others; the code is 0 or 1.
     """
     commands = {}
     for local_rank in range(parent_rank is not None, first.local_world_size):
@@ -111,6 +116,14 @@ def run_commands(
             parent_rank.forward_signals(supervisor)
         if listener is not None:
             listener.close()  # rank zero has inherited it: no other process may accept connections
+        if limit is not None:
+            end = time.monotonic() + limit
+            while first.rank in supervisor.running() and time.monotonic() < end:
+                supervisor.wait_all(0.5)
+            failure = supervisor.wait_all(LAST_GRACE_S)
+            if failure is not None and failure.rank == first.rank and failure.code > 128:
+                return supervisor.stop_and_report(failure)  # killed by a signal: it printed nothing
+            return int(len(supervisor.finished()) < len(commands))
         return _wait(supervisor)
 
 

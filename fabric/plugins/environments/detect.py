@@ -7,6 +7,7 @@ imported only if one of its marker variables is set.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
@@ -111,9 +112,8 @@ def _remove_parent_variables() -> list[str]:
 
 def _existing_group() -> tuple[bool, str]:
     # An existing group takes precedence over variables.
-    from torch import distributed
-
-    exists = distributed.is_available() and distributed.is_initialized()
+    distributed = sys.modules.get("torch.distributed")  # a command may run without torch
+    exists = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return exists, "torch.distributed is initialised already" if exists else ""
 
 
