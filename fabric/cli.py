@@ -69,6 +69,15 @@ class Setting(NamedTuple):
     source: str
 
 
+_OF_DOCTOR = {
+    "accelerator": ("", '"cpu": without devices; default: auto'),
+    "baseline": ("", "what --json printed on a healthy day"),
+    "devices": ("auto", "how many ranks to start, outside of launchers; default: auto"),
+    "dir": (".", "where checkpoints will be; default: the current directory"),
+    "timeout": ("30", "seconds for all ranks to arrive; default: 30"),
+}
+"""Options of `fabric doctor`: default and help."""
+
 _FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
     "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
@@ -112,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return {"run": _run, "check": _check, "consolidate": _consolidate}[options.command](options)
+        return _COMMANDS[options.command](options)
     except FabricError as error:
         print(f"fabric {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -157,11 +166,30 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
     merge.add_argument("--force", action="store_true", help="replace the file if it exists, without asking")
+    _add_doctor(commands)
     for command in (run, check):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    options.accelerator = options.accelerator or os.environ.get("FABRIC_ACCELERATOR", "auto")
+    return int(use_slice("doctor").doctor(options, count_processes))
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check machines, network and devices before a job",
+        description="Print what is wrong with machines, network and devices, and the fix. Inside a launcher "
+        "(srun, torchrun --no-python, fabric run -m fabric doctor) each rank runs it.",
+        allow_abbrev=False,
+    )
+    for name, (default, text) in _OF_DOCTOR.items():
+        doctor.add_argument(f"--{name}", default=default, metavar=name.upper(), help=text)
+    doctor.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
 
 
 def _versions() -> str:
@@ -353,6 +381,8 @@ def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> 
         print_line(f"{name} = {setting.value} ({setting.source})")
     print_line(f"{count * nodes} ranks, {count} of them on this machine")
 
+
+_COMMANDS = {"run": _run, "check": _check, "consolidate": _consolidate, "doctor": _doctor}
 
 if __name__ == "__main__":
     sys.exit(main())

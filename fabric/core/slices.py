@@ -14,6 +14,7 @@ SLICES = {
     "background": "fabric.checkpoint.background.pending",
     "call check": "fabric.guard.call_checker",
     "check": "fabric.testing.check",
+    "doctor": "fabric.tools.doctor.command",
     "extra": "fabric.collectives.extra.route",
     "functions": "fabric.launch.functions.multiprocess",
     "iterable": "fabric.data.iterable.iterables",
