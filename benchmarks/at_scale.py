@@ -282,8 +282,18 @@ def overview(results: list[tuple[Config, dict[str, dict[str, int]]]], text: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="also write a results file")
+    parser.add_argument(
+        "--control", action="store_true", help="what the call check costs at thousands of ranks"
+    )
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="real ranks: what grows in them")
+    parser.add_argument("--ranks", type=int, default=48, help="ranks of --soak")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.control or options.soak:
+        import control_scale
+
+        control_scale.soak(options.soak, options.ranks) if options.soak else control_scale.main()
+        return
     begin = time.perf_counter()
     results = [(config, simulate(config)) for config in CASES]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB

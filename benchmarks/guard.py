@@ -1,13 +1,12 @@
 """What the frame before each verb costs, by FABRIC_GUARD; 2 and 4 ranks, against torch.distributed.
 
-And what it costs the first rank of a large world.
+What it costs in large worlds prints `at_scale.py --control`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 MODES = ("full", "light", "off")
 WORLDS = (2, 4)
-KEY_BYTES, TURNS = 24, 20
-FAR = (16, 64, 256, 1024)
-"""Worlds of which the first rank is timed alone; one process plays the others."""
 
 
 def main() -> None:
@@ -32,44 +28,7 @@ def main() -> None:
             for what, (us, more, ratio) in found.items():
                 rows.append([str(world), mode, what, f"{us:.0f}", f"{more:+.0f}", f"{ratio:.2f}"])
     head = ["ranks", "FABRIC_GUARD", "call", "us", "added us", "ratio to by hand"]
-    show(
-        [
-            table("The guard, by mode", head, rows, "Medians over rounds; by hand is timed in the same run."),
-            far(),
-        ]
-    )
-
-
-def far() -> dict[str, Any]:
-    """What a call costs the first rank of a large world, through which all frames go."""
-    from fabric.guard.control_connections import ControlConnections, Listener, connect
-
-    rows, key = [], bytes(32)
-    for world in FAR:
-        with Listener(world - 1) as listener:
-            pid = os.fork()
-            if not pid:
-                stars = [
-                    ControlConnections(connect(at, "localhost", listener.port, key), range(world), at)
-                    for at in range(1, world)
-                ]
-                for _ in range(TURNS):
-                    for star, turn in [(star, star.start(bytes(KEY_BYTES))) for star in stars]:
-                        star.advance(turn, 60)
-                os._exit(0)
-            star = ControlConnections(listener.accept(key), range(world), 0)
-        times = []
-        for _ in range(TURNS):
-            time.sleep(0.05)  # by then the others have sent
-            before = time.thread_time()
-            star.advance(star.start(bytes(KEY_BYTES)), 60)
-            times.append(time.thread_time() - before)
-        os.waitpid(pid, 0)
-        rows.append([str(world), f"{median(times) * 1e3:.2f}"])
-    note = (
-        "Processor time, with nothing but keys in the frames; without the network's latency, there and back."
-    )
-    return table("A call in large worlds", ["ranks", "ms on the first one"], rows, note)
+    show([table("The guard, by mode", head, rows, "Medians over rounds; by hand is timed in the same run.")])
 
 
 def measure() -> None:

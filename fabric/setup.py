@@ -425,7 +425,8 @@ class SetupVerbs(RankFacts):
             from fabric.data.rank_consistency import RankGroup
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
-            rank_group = RankGroup(topology.rank, topology.world_size, exchange)
+            flags = partial(self._strategy.reduce_boolean_decision, label="loader")
+            rank_group = RankGroup(topology.rank, topology.world_size, exchange, flags)
             lockstep = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,

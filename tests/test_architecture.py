@@ -54,7 +54,7 @@ ORDER = [
         "fabric.replicas",
         "fabric.throughput",
     ],
-    ["fabric.utilities.throughput"],
+    ["fabric.utilities.throughput", "fabric.watchdog"],
     ["fabric.strategies"],
     ["fabric.checkpoint.latest"],
     ["fabric.integrations"],
@@ -260,6 +260,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.testing": set(),
     "fabric.throughput": set(),
     "fabric.tools.doctor": set(),
+    "fabric.watchdog": {"fabric.guard"},
 }
 # Paths of Lightning Fabric: modules of two lines, which import what they name.
 PATHS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,21 @@ def test_real_ranks_hold_and_send_what_is_simulated(ranks, simulated, name, conf
 def test_real_ddp_holds_and_sends_what_is_simulated(ranks, simulated):
     config = SMALL | {"layout": "ddp", "dp": 4, "tp": 1}
     assert ranks.run(measured_on_a_real_rank, config, world_size=4)[0] == simulated["ddp"][0][0]
+
+
+def test_the_call_check_at_thousands_of_ranks_has_a_line_for_each_number():
+    code = "import control_scale as c; c.RANKS = (64, 1024); c.ROUNDS = 3; c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [re.split(r"[ ,]+", line) for line in done.stdout.splitlines()]
+    found = {(what, int(ranks)): float(number) for what, ranks, _, number, *_ in lines}
+    whats = ("frame", "judge", "mismatch", "descriptors")
+    assert found.keys() == {(what, ranks) for what in whats for ranks in (64, 1024)}
+    assert found["mismatch", 1024] < 4, "MB of the first rank for its texts of 40 kB"
+    assert found["descriptors", 1024] == 33

@@ -112,25 +112,36 @@ class Channel:
             )
         return size
 
-    def check_call(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Any | None:
+    def check_call(self, call: CallSignature, payload: Sequence[Tensor] = (), op: Any = None) -> Any | None:
         """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
         if it fits.
 
+        Args:
+            call: Of this rank.
+            payload: Its data.
+            op: torch's operation, by which a large group may reduce the data in the frames.
+
         Returns:
-            The frames of all ranks (`guard.messages.Meeting`). None where no data were exchanged: a world of
-            one, FABRIC_GUARD=light or off, or without the folder `guard/`.
+            The frames of all ranks (`guard.messages.Meeting`), or one with the reduced data. None where no
+            data were exchanged: a world of one, FABRIC_GUARD=light or off, or without the folder `guard/`.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.
             RankError: A rank went away, or did not come in time.
         """
         guard = self.guard
-        return None if guard is None else guard.compare(call, payload, self)
+        return None if guard is None else guard.compare(call, payload, self, op)
 
     def exchange_small(
-        self, call: CallSignature, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+        self,
+        call: CallSignature,
+        flats: list[Tensor],
+        room: Callable[[], Any] = tuple,
+        may: bool = True,
+        op: Any = None,
     ) -> tuple[list[Tensor] | None, Any]:
-        """Exchange small host tensors in the message of `check_call`: (world_size, numel) for each one.
+        """Exchange small host tensors in the message of `check_call`: (world_size, numel) for each one, or
+        (1, numel) if they were reduced by `op` on their way.
 
         None if they must be sent in a message of their own, with the buffers that `room()` allocates.
         These are allocated before the call if possible: a rank out of memory must not block the others in
@@ -142,10 +153,13 @@ class Channel:
             return [flat.view(1, -1).clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
         made = None if fits else room()
-        meeting = self.check_call(call, flats if fits else ())
+        meeting = self.check_call(call, flats if fits else (), op)
         if not fits or meeting is None:
             return None, room() if fits else made
-        return meeting.columns(flats), None
+        tables = meeting.columns(flats)
+        if op == dist.ReduceOp.AVG and meeting.ranks == 1:
+            tables = [table.div_(self.world_size) for table in tables]
+        return tables, None
 
     def check_barrier(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make a call without data: this verb, with the same description `what`."""

@@ -27,6 +27,8 @@ FRAME_BYTES = 8192
 """Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
 PAYLOAD_BYTES = FRAME_BYTES - 48
 """Bytes of data that fit into a frame, behind its header (guard/messages.py)."""
+COMBINED_BYTES = 64
+"""Bytes of data up to which a large group reduces them in the frames of the call, on their way."""
 ALONE = "forward without gradients"
 """How the call begins that a split model makes in evaluation."""
 REFUSED = "refused: "

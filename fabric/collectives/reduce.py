@@ -64,7 +64,7 @@ def reduce_tree(
         flats = [_FlatBucket([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
         sent, may = [flat.sent for flat in flats], foldable(op) and all_on_host(tensors)
         tables, _ = channel.exchange_small(
-            tree_call(label, spec, tensors), sent, lambda: _separate(flats), may
+            tree_call(label, spec, tensors), sent, lambda: _separate(flats), may, op
         )
         if tables is None:
             works = [channel.collective.start_all_reduce(flat.sent, op) for flat in flats]

@@ -29,7 +29,7 @@ SLICES = {
     "sharded reader": "fabric.checkpoint.formats.sharded.dcp",
     "sharded writer": "fabric.checkpoint.formats.sharded.save",
     "streams": "fabric.data.iterable.stream_source",
-    "watchdog": "fabric.guard.watchdog",
+    "watchdog": "fabric.watchdog.watchdog",
 }
 """Slice names to the modules that other folders call."""
 

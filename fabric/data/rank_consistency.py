@@ -20,6 +20,8 @@ class RankGroup(NamedTuple):
     world: int
     exchange: Callable[[Any], list[Any]]
     """Returns the values that the ranks passed, in rank order. All ranks must call it."""
+    all: Callable[[bool], bool]
+    """Whether all ranks pass True, in a message of fixed size. All ranks must call it."""
 
     def compared(
         self, pairs: Iterator[Any], consistency_key: Callable[[], dict[str, Any] | None], epoch: int
@@ -84,8 +86,8 @@ class RankGroup(NamedTuple):
         count = 0
         while True:
             pair = next(pairs, None)
-            more = self.exchange(pair is not None)
-            if not all(more):
+            if not self.all(pair is not None):
+                more = self.exchange(pair is not None)
                 if any(more):
                     _report_unequal_lengths([f"{'more than ' * has}{count} batches" for has in more], raises)
                 return

@@ -1,1 +1,1 @@
-"""Compare calls before they run; report hangs and deadlocks by rank, call, file and line."""
+"""Compare calls before they run; report deadlocks by rank, call, file and line."""

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
 
 import torch
-
-DISPATCH_FILES = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
-"""Parts of the paths of torch's frames around a functional collective and its wait."""
-
-BACKWARD_FUNCTION = "_engine_run_backward"
-"""Name of the innermost Python function of a backward pass."""
 
 
 def group_names() -> list[str]:

@@ -6,6 +6,9 @@ of the world never meet: each waits for the other. A rank that has waited a whil
 waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, which
 all ranks that wait raise, now and at each later call. Costs nothing until a call has waited for `PATIENCE`.
 
+Once no further rank has begun to wait for a while, one of those that wait reads what all have told, and
+judges. The others ask for the verdict only, and for how many waits have begun, however many ranks there are.
+
 A rank that stands still in torch's own collectives (a backward, the forward of a sharded model) makes no call
 of ours; its watchdog tells for it which of them it has begun and waits for. If a rank that has not begun one
 of these waits in a call that the first has not come to, they came in different orders, and neither goes on.
@@ -18,9 +21,11 @@ have left it before the others.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.job_secret import secret_of
@@ -35,6 +40,8 @@ LEFT, SILENT = "has left", "no answer"
 """In place of what a rank waits in."""
 _VERDICT = "verdict"
 """The key of the error of all ranks, in this part of the store."""
+_UNSETTLED_S = 4.0
+"""Seconds after which one judges though further ranks begin to wait."""
 
 
 class RankStatus(NamedTuple):
@@ -53,7 +60,6 @@ class RankStatus(NamedTuple):
     group: str = ""
     turn: int = 0
     """It waits in this call of the group, counted from 1; 0: in none."""
-    members: Sequence[int] = ()
     begun: Mapping[str, int] = {}
     """How many of torch's collectives it has begun in each group, where it waits."""
     pending: Mapping[str, Sequence[tuple[int, str]]] = {}
@@ -61,34 +67,58 @@ class RankStatus(NamedTuple):
     told: float = 0.0
     """When, by its own clock; the last field."""
 
-    def needs(self, other: RankStatus) -> bool:
-        """Whether this wait cannot end before `other` has."""
-        if self.turn:
-            return other.rank in self.members and other.counts.get(self.group, 0) < self.turn
-        for group in self.pending.keys() & other.begun.keys():
-            theirs = dict(other.pending.get(group, []))
-            for number, kind in self.pending[group]:
-                if number > other.begun[group] or theirs.get(number, kind) != kind:
-                    return True
-        return False
-
-    def row(self) -> RankReport:
-        """Its line in the table of a mismatch."""
-        of = f" of ranks {', '.join(map(str, self.members))}" if self.turn else ""
+    def row(self, members: str) -> RankReport:
+        """Its line in the table of a mismatch, with the members of the group."""
+        of = f" of ranks {members}" if self.turn else ""
         return RankReport(self.rank, self.verb + of, self.what, self.where)
 
 
-def stuck(waits: Mapping[int, RankStatus]) -> set[int]:
+def stuck(waits: Mapping[int, RankStatus], members: Mapping[str, Iterable[int]]) -> set[int]:
     """The ranks that can never go on: each waits for one that waits, and so on in a circle.
 
     A rank that is not in `waits` is on its way. Waiting ends when every member has come to the call.
+
+    Args:
+        waits: By rank.
+        members: Of each group in whose calls ranks wait.
     """
+    needs, come = _needs(waits), _how_far(waits, members)
     held = set(waits)
     while True:
-        moving = {rank for rank in held if not any([waits[rank].needs(waits[other]) for other in held])}
-        if not moving:
+        lowest = {
+            point: min([level for rank, level in levels.items() if rank in held], default=math.inf)
+            for point, levels in come.items()
+        }
+        waiting = {(rank, *need) for rank in held for need in needs[rank]}
+        stays = {rank for rank, point, level in waiting if lowest[point] < level}
+        if stays == held:
             return held
-        held -= moving
+        held = stays
+
+
+def _needs(waits: Mapping[int, RankStatus]) -> dict[int, list[tuple[Any, float]]]:
+    """Return the points to which all others must have come before each rank's wait can end, and how far."""
+    found: dict[int, list[tuple[Any, float]]] = {}
+    torchs = {r: [(g, *one) for g, some in wait.pending.items() for one in some] for r, wait in waits.items()}
+    kinds = Counter([(g, number) for g, number, _ in {one for some in torchs.values() for one in some}])
+    for rank, wait in waits.items():
+        found[rank] = [(("call", wait.group), wait.turn)] if wait.turn else []
+        for g, number, _ in torchs[rank]:  # collectives of two kinds never end
+            found[rank].append((("torch", g), number if kinds[g, number] == 1 else math.inf))
+    return found
+
+
+def _how_far(
+    waits: Mapping[int, RankStatus], members: Mapping[str, Iterable[int]]
+) -> dict[Any, dict[int, int]]:
+    """Return how far each rank has come, by point."""
+    found: dict[Any, dict[int, int]] = {}
+    for group in {wait.group for wait in waits.values() if wait.turn}:
+        found["call", group] = {r: waits[r].counts.get(group, 0) for r in members[group] if r in waits}
+    for rank, wait in waits.items():
+        for group, begun in wait.begun.items():
+            found.setdefault(("torch", group), {})[rank] = begun
+    return found
 
 
 class DeadlockDetector:
@@ -119,7 +149,11 @@ class DeadlockDetector:
         """Whether a rank of those waits in a call of a guard, which raises."""
         self._told: RankStatus | None = None
         self._recorded = max([entry["record_id"] for entry in flight_record()], default=-1)
-        self._judged = 0  # how many waits of all ranks had begun when this rank looked last
+        self.members: dict[str, Sequence[int]] = {}
+        """Of the groups in whose calls this rank has waited."""
+        self._published: set[str] = set()  # of these, whose members are in the store
+        self._begun = 0  # how many waits of all ranks had begun when this rank looked last
+        self._changed: float | None = None  # since when nobody has judged those that have begun
         self.store.set(f"at/{rank}", "")
 
     def stand(self, said: RankReport, since: float | None, **more: Any) -> RankStatus:
@@ -156,7 +190,11 @@ class DeadlockDetector:
             store: This part of the job's store, for another thread.
         """
         store, fresh = store or self.store, wait != self._told
-        key = f"at/{self.rank}"
+        key, group = f"at/{self.rank}", f"members/{wait.group}"
+        if wait.turn and group not in self._published:  # once, and not in each status
+            if not store.check([group]):
+                store.set(group, self.secret.sign(group, json.dumps(self.members[wait.group])))
+            self._published.add(group)
         store.set(key, self.secret.sign(key, json.dumps(wait._replace(told=time.monotonic()))))
         if fresh and (wait.turn or wait.pending):
             store.add("begun", 1)
@@ -172,31 +210,60 @@ class DeadlockDetector:
         return {wait.rank: wait for wait in [RankStatus(*json.loads(text)) for text in texts if text]}
 
     def judge(self, store: JobStore | None = None) -> None:
-        """Say so if this rank can never go on, unless another rank has just said it: see `broken`."""
+        """Write a verdict if ranks can never go on, unless another rank judges these waits: see `broken`."""
         store = store or self.store
         if self.hear(store):
             return
-        begun = store.add("begun", 0)
-        if begun == self._judged:  # who was not stuck then is not stuck now
+        begun, now = store.add("begun", 0), time.monotonic()
+        last = store.compare_set("judged", "", "0 0")
+        if last.partition(b" ")[0] == b"%d" % begun:  # who was not stuck then is not stuck now
+            self._changed = None
             return
-        waits = {rank: wait for rank, wait in self.read(store).items() if wait.turn or wait.pending}
-        held = stuck({rank: wait for rank, wait in waits.items() if wait.turn})
-        if self.rank not in held:
-            held = stuck(waits)  # nobody can be helped out of torch's collectives: only if all stand still
-            if len(held) < self.world_size:
-                self._judged = begun
-                return
-        again = self.read(store)  # who stood still between the two looks stood still at one time
-        if any([again[rank][:-1] != waits[rank][:-1] for rank in held]):
+        self._changed, before, self._begun = self._changed or now, self._begun, begun
+        if begun != before and now - self._changed < _UNSETTLED_S:
             return
-        self.publish([waits[rank] for rank in sorted(held)], store)
-        self.hear(store)
+        own = b"%d %d" % (begun, self.rank)
+        if store.compare_set("judged", last.decode(), own.decode()) == own:
+            while self._finds(store):
+                pass
+            self.hear(store)
 
-    def publish(self, verdict: Any, store: JobStore) -> None:
-        """Write a verdict for all ranks, unless one is there that a rank of this job has signed."""
-        text = self.secret.sign(_VERDICT, json.dumps(verdict))
-        if self.secret.verified(_VERDICT, store.compare_set(_VERDICT, "", text)) is None:
-            store.set(_VERDICT, text)
+    def _finds(self, store: JobStore) -> bool:
+        """Read what all ranks have told, and judge; whether ranks have moved meanwhile."""
+        waits = {rank: wait for rank, wait in self.read(store).items() if wait.turn or wait.pending}
+        keys = {f"members/{wait.group}": wait.group for wait in waits.values() if wait.turn}
+        texts = {key: self.secret.verified(key, data) for key, data in store.get_all([*keys]).items()}
+        members = {group: json.loads(texts.get(key) or "[]") for key, group in keys.items()}
+        held = stuck({rank: wait for rank, wait in waits.items() if wait.turn}, members)
+        if not held:
+            held = stuck(waits, members)  # nobody can be helped out of torch's collectives:
+            if len(held) < self.world_size:  # only if all stand still
+                return False
+        again = self.read(store, held)  # who stood still between the two looks stood still at one time
+        if any([rank not in again or again[rank][:-1] != waits[rank][:-1] for rank in held]):
+            return True
+        from fabric.guard.mismatch import as_spans, mismatch_text
+
+        names = {group: as_spans(ranks) for group, ranks in members.items()}
+        table = mismatch_text([waits[rank].row(names.get(waits[rank].group, "")) for rank in sorted(held)])
+        text = (
+            f"{table}\nThey wait in different groups for each other, and none of them can go on: what one "
+            "has begun the other has not come to. No further call of this job can be right."
+        )
+        self.publish(text, any([waits[rank].turn for rank in held]), store)
+        return False
+
+    def publish(self, text: str, can_raise: bool, store: JobStore) -> None:
+        """Write a verdict for all ranks, unless one is there that a rank of this job has signed.
+
+        Args:
+            text: The error of all ranks.
+            can_raise: As of this class.
+            store: This part of the job's store.
+        """
+        signed = self.secret.sign(_VERDICT, json.dumps([text, can_raise]))
+        if self.secret.verified(_VERDICT, store.compare_set(_VERDICT, "", signed)) is None:
+            store.set(_VERDICT, signed)
 
     def hear(self, store: JobStore | None = None) -> bool:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
@@ -205,19 +272,7 @@ class DeadlockDetector:
             text = self.secret.verified(_VERDICT, store.get(_VERDICT))
             if text is None:  # a stranger's
                 return False
-            from fabric.guard.mismatch import mismatch_text
-
-            verdict = json.loads(text)
-            if isinstance(verdict, str):  # of two threads of a rank
-                self.broken, self.can_raise = verdict, True
-                return True
-            waits = [RankStatus(*fields) for fields in verdict]
-            self.can_raise = any([wait.turn for wait in waits])
-            self.broken = (
-                f"{mismatch_text([wait.row() for wait in waits])}\nThey wait in different groups for each "
-                "other, and none of them can go on: what one has begun the other has not come to. No further "
-                "call of this job can be right."
-            )
+            self.broken, self.can_raise = json.loads(text)
         return self.broken is not None
 
 

@@ -1,18 +1,19 @@
-"""Error tables for ranks that make different calls: a row for each rank, and advice.
+"""Error tables for ranks that make different calls: a row for equal ranks, and advice.
 
-Pure, and loaded only where something is wrong: by `control.py`, `waits.py` and the watchdog.
+Pure, and loaded only where something is wrong: by `call_checker.py`, `deadlocks.py` and the watchdog.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED
 from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 MODEL = re.compile(r"model \d+ \(")
 """How the name of a model that was set up begins, in a verb or in the description of its data."""
@@ -33,11 +34,11 @@ def from_text(rank: int, text: bytes) -> RankReport:
 
 
 def mismatch_text(rows: Sequence[RankReport]) -> str:
-    """The error for ranks that make different calls: what went wrong, a line per rank, what to look for."""
-    refusing = [row for row in rows if row.what.startswith(REFUSED)]
+    """The error for ranks that make different calls: what went wrong, the table, what to look for."""
+    each, refusing = rows, [row for row in rows if row.what.startswith(REFUSED)]
+    rows = [*{row[1:]: row for row in rows}.values()]
     if refusing:
-        ranks = ", ".join([str(row.rank) for row in refusing])
-        head = f"Rank {ranks} refused the arguments of {refusing[0].verb}"
+        head = f"Rank {as_spans([row.rank for row in refusing])} refused the arguments of {refusing[0].verb}"
         remedy = "Call it on all ranks with arguments that every rank accepts."
     elif len({row.verb for row in rows}) == 1:
         head = f"Ranks called {rows[0].verb} with different data"
@@ -70,16 +71,30 @@ def mismatch_text(rows: Sequence[RankReport]) -> str:
             "Ranks must use models and optimizers in one order. Loop over a list or a dictionary: a set has "
             "an order of its own in each process."
         )
-    return f"{head}.\n{table(rows)}\n{remedy}"
+    return f"{head}.\n{table(each)}\n{remedy}"
 
 
 def table(rows: Sequence[RankReport]) -> str:
-    """A line per rank: rank, verb, data, file:line. Long data is shown from where it differs."""
+    """A line for ranks with equal rows: ranks, verb, data, file:line; those of few ranks first.
+
+    Long data is shown from where it differs.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        groups.setdefault(row[1:], []).append(row.rank)
+    odd_first = sorted(groups.items(), key=lambda group: len(group[1]))
     cells = [("rank", "call", "data", "at")]
-    whats = _trimmed([row.what for row in rows])
-    for row, what in zip(rows, whats, strict=True):
-        cells.append((str(row.rank), row.verb, what, row.where))
+    whats = _trimmed([what for (_, what, _), _ in odd_first])
+    for ((verb, _, where), ranks), what in zip(odd_first, whats, strict=True):
+        cells.append((as_spans(ranks), verb, what, where))
     return aligned(cells)
+
+
+def as_spans(ranks: Iterable[int]) -> str:
+    """Return the ranks in order as people write them: `0-699, 701-1023`."""
+    runs = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
+    spans = [[str(rank) for _, rank in run] for _, run in runs]
+    return ", ".join([f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(span) for span in spans])
 
 
 def aligned(cells: Sequence[tuple[str, ...]]) -> str:

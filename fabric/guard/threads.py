@@ -43,7 +43,7 @@ def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignatur
             f"{user_line()}, and {other!r} at {user_line(there)}. The order of their calls differs between "
             "ranks, so that their data would be mixed. Make all calls in one thread, or thread.join() first."
         )
-        waits.publish(waits.broken, waits.store.clone())  # for the ranks that wait
+        waits.publish(waits.broken, True, waits.store.clone())  # for the ranks that wait
         raise CollectiveMismatch(waits.broken)
     if me.ident == waits.home or isinstance(me, threading._DummyThread):
         waits.thread = me.ident

@@ -209,15 +209,18 @@ class Exchange:
         """Wait until all ranks call this. All ranks must call this, with the same `name`."""
         self.channel().check_barrier("barrier()" if name is None else f"barrier({name!r})")
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks pass True as `decision`; with `all=False`: any rank. All ranks must call this."""
+    def reduce_boolean_decision(self, decision: bool, all: bool = True, label: str = "") -> bool:
+        """Whether all ranks pass True as `decision`; with `all=False`: any rank. All ranks must call this.
+
+        `label`: the name of the call in errors, if it is not `all` or `any`.
+        """
         channel = self.channel()
         if channel.world_size == 1:
             return bool(decision)
         from fabric.collectives.reduce import reduce_tree
 
         vote = torch.tensor(bool(decision))
-        label = "all" if all else "any"
+        label = label or ("all" if all else "any")
         return bool(reduce_tree(vote, "product" if all else "sum", channel, label=label))
 
 

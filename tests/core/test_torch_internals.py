@@ -31,6 +31,7 @@ from fabric.strategies.pipeline import _torch as pipeline
 from fabric.strategies.sharding import _torch as sharding
 from fabric.strategies.zero1 import _torch as zero1
 from fabric.testing import _torch as testing
+from fabric.watchdog import _torch as watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -635,9 +636,9 @@ def test_frames_of_torch_have_these_names() -> None:
     """Hang reports would show torch's dispatch code instead of "backward" or the collective."""
     from torch.autograd import graph
 
-    assert callable(getattr(graph, guard.BACKWARD_FUNCTION))
+    assert callable(getattr(graph, watchdog.BACKWARD_FUNCTION))
     root = str(Path(torch.__file__).parents[1])
-    ops, library = guard.DISPATCH_FILES
+    ops, library = watchdog.DISPATCH_FILES
     assert Path(root + ops).is_file()
     assert Path(root + library).is_dir()
 

@@ -25,8 +25,8 @@ from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, Program
 
 from fabric.core.errors import FabricError
 from fabric.guard import call_checker as control
-from fabric.guard import watchdog
 from fabric.testing import RankFailure, RankPool, RankTimeout
+from fabric.watchdog import watchdog
 
 EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM = (
     "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM",

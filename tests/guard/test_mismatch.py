@@ -240,8 +240,8 @@ def test_two_hundred_random_mismatches(ranks, tmp_path, world_size, mode):
     first, *others = ranks.run(make_mismatches, cases, mode, str(path), world_size=world_size)
     for number, texts in enumerate(zip(first, *others, strict=True)):
         assert len(set(texts)) == 1, f"case {number}: {texts}"
-        rows = re.findall(rf"^ +\d+ .*{re.escape(HERE)}:\d+$", texts[0], re.MULTILINE)
-        assert len(rows) == world_size, texts[0]
+        rows = re.findall(rf"^ +(\d+(?:, \d+)*) .*{re.escape(HERE)}:\d+$", texts[0], re.MULTILINE)
+        assert sorted(", ".join(rows).split(", ")) == [str(rank) for rank in range(world_size)], texts[0]
     assert not path.exists()
 
 
@@ -295,12 +295,12 @@ def reduce_other_data(mode):
 
 
 @pytest.mark.parametrize("mode", ["full", "light"])
-def test_the_table_has_a_row_for_every_rank(ranks, mode):
+def test_the_table_has_a_row_for_ranks_that_are_alike(ranks, mode):
     texts = ranks.run(reduce_other_data, mode, world_size=3)
     assert len(set(texts)) == 1
     head, _, *rows, remedy = texts[0].splitlines()
     assert head == "Ranks called all_reduce(sum) #2 with different data."
-    for rank, (row, loss) in enumerate(zip(rows, ["float32[3]", "float32[3]", "float64[4]"], strict=True)):
+    for rank, row, loss in zip(["2", "0, 1"], rows, ["float64[4]", "float32[3]"], strict=True):
         what = re.escape(f"{{'loss': {loss}, 'hits': int64[]}}")
         assert re.fullmatch(
             rf"  {rank}  +all_reduce\(sum\) #2 +{what} +\S*{HERE}:{line_of('other data')}", row
@@ -376,10 +376,8 @@ def test_ranks_in_different_groups(ranks, fail_in, warm, mode):
             assert re.search(rf"all_reduce\(mean\) #\d+ of {members} +float32\[\] +\S*{HERE}:\d+", texts[0])
     else:
         assert re.search(r"  0 +all_gather #\d+ of ranks 0, 1 +float32\[2\]", texts[0])
-        assert re.search(r"  1 +barrier\('world'\) #\d+ of ranks 0, 1, 2", texts[0])
         # Ranks 0 and 1 are enough for the verdict: rank 2 may come after it.
-        others = re.findall(r"  2 +(.*)", texts[0])
-        assert all(row.startswith("barrier('world')") for row in others), others
+        assert re.search(r"  1(, 2)? +barrier\('world'\) #\d+ of ranks 0-2", texts[0])
 
 
 # Arguments that a rank does not accept
@@ -992,7 +990,7 @@ def nobody_listens():
 
 def test_ranks_that_cannot_reach_each_other_say_where_they_tried(ranks):
     first, second = ranks.run(nobody_listens, world_size=2)
-    assert re.search(r"the others did not reach rank 0 at [\w.:-]+:\d+ \(timed out\)", first)
+    assert re.search(r"the ranks after it did not reach rank 0 at [\w.:-]+:\d+ \(timed out\)", first)
     assert re.search(r"rank 1 did not reach rank 0 at [\w.:-]+:\d+ \(.*Connection refused\)", second)
     for text in (first, second):
         assert "GLOO_SOCKET_IFNAME=eth0" in text

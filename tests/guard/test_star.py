@@ -28,11 +28,11 @@ def stars(size: int):
     """One for each rank of a group, and threads to run them in. The ranks are called 10, 11, ..."""
     ranks = range(10, 10 + size)
     with ThreadPoolExecutor(size) as threads:
-        with Listener(size - 1) as listener:
+        with Listener(range(1, size)) as listener:
             port = listener.port
-            lines = [threads.submit(connect, at, "localhost", port, KEY) for at in range(1, size)]
-            made = [ControlConnections(listener.accept(KEY), ranks, 0)]
-        made += [ControlConnections(line.result(SECONDS), ranks, at) for at, line in enumerate(lines, 1)]
+            lines = [threads.submit(connect, at, 0, "localhost", port, KEY) for at in range(1, size)]
+            made = [ControlConnections(None, listener.accept(KEY), ranks, 0)]
+        made += [ControlConnections(line.result(SECONDS), [], ranks, at) for at, line in enumerate(lines, 1)]
         yield made, threads
         for one in made:
             one.close("the test is over")
@@ -151,20 +151,20 @@ def strangers(port: int, count: int):
 def test_strangers_are_not_let_in():
     with (
         ThreadPoolExecutor(1) as threads,
-        Listener(1) as listener,
+        Listener([1]) as listener,
         strangers(listener.port, 4) as (silent, chatty, short, gone),
     ):
         chatty.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(10_000))
         short.sendall(b"x")
         gone.close()
-        rank = threads.submit(connect, 1, "localhost", listener.port, KEY)
+        rank = threads.submit(connect, 1, 0, "localhost", listener.port, KEY)
         (found,) = listener.accept(KEY)
-        (line,) = rank.result(SECONDS)
+        line = rank.result(SECONDS)
         assert found.place == 1
-        assert found.send(b"hello")
+        assert found.send(5, b"hello")
         while (message := line.take()) is None:
             pass
-        assert message == b"hello"
+        assert message == (5, b"hello")
         for one in (silent, short):
             assert len(one.recv(1000)) == 32, "a nonce, and no more"
             assert one.recv(1) == b"", "closed"
@@ -180,21 +180,21 @@ def test_silent_connections_do_not_keep_ranks_out(monkeypatch, most):
     monkeypatch.setattr(handshake, "MOST_WAITING", most)
     with (
         ThreadPoolExecutor(2) as threads,
-        Listener(2) as listener,
+        Listener([1, 2]) as listener,
         strangers(listener.port, 400),
     ):
-        ranks = [threads.submit(connect, place, "localhost", listener.port, KEY) for place in (2, 1)]
+        ranks = [threads.submit(connect, place, 0, "localhost", listener.port, KEY) for place in (2, 1)]
         with strangers(listener.port, 50):
             found = listener.accept(KEY)
         assert [one.place for one in found] == [1, 2]
-        for one in (*found, *[rank.result(SECONDS)[0] for rank in ranks]):
+        for one in (*found, *[rank.result(SECONDS) for rank in ranks]):
             one.socket.close()
 
 
 def test_without_descriptors_strangers_make_room_for_ranks():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     end = time.monotonic() + SECONDS
-    with ThreadPoolExecutor(1) as threads, Listener(1) as listener, strangers(listener.port, 100):
+    with ThreadPoolExecutor(1) as threads, Listener([1]) as listener, strangers(listener.port, 100):
         rank = socket.create_connection(("localhost", listener.port))
         proved = threads.submit(handshake._prove, rank, 1, KEY, end)
         highest = max([int(one.name) for one in Path("/proc/self/fd").iterdir()])
@@ -210,41 +210,41 @@ def test_without_descriptors_strangers_make_room_for_ranks():
 
 @pytest.mark.parametrize("place", [7, 0, -1])
 def test_a_place_that_is_not_in_the_group_is_refused_and_the_rank_connects(monkeypatch, place):
-    with ThreadPoolExecutor(2) as threads, Listener(1) as listener:
-        foreign = threads.submit(connect, place, "localhost", listener.port, KEY)
+    with ThreadPoolExecutor(2) as threads, Listener([1]) as listener:
+        foreign = threads.submit(connect, place, 0, "localhost", listener.port, KEY)
         late = threads.submit(lambda: listener.accept(KEY))
         assert not foreign.done() or foreign.exception(0)
-        rank = connect(1, "localhost", listener.port, KEY)
+        rank = connect(1, 0, "localhost", listener.port, KEY)
         (found,) = late.result(SECONDS)
         listener._socket.close()
         assert foreign.exception(SECONDS)
         assert found.place == 1
-        for one in (found, *rank):
+        for one in (found, rank):
             one.socket.close()
 
 
 def test_a_second_connection_for_a_place_is_refused():
-    with ThreadPoolExecutor(2) as threads, Listener(2) as listener:
+    with ThreadPoolExecutor(2) as threads, Listener([1, 2]) as listener:
         late = threads.submit(lambda: listener.accept(KEY))
-        first = connect(1, "localhost", listener.port, KEY)
-        second = threads.submit(connect, 1, "localhost", listener.port, KEY)
-        last = connect(2, "localhost", listener.port, KEY)
+        first = connect(1, 0, "localhost", listener.port, KEY)
+        second = threads.submit(connect, 1, 0, "localhost", listener.port, KEY)
+        last = connect(2, 0, "localhost", listener.port, KEY)
         found = late.result(SECONDS)
         listener._socket.close()
         assert second.exception(SECONDS)
-        assert found[0].send(b"x")
-        while (message := first[0].take()) is None:
+        assert found[0].send(1, b"x")
+        while (message := first.take()) is None:
             pass
-        assert message == b"x"
-        for one in (*found, *first, *last):
+        assert message == (1, b"x")
+        for one in (*found, first, last):
             one.socket.close()
 
 
 @pytest.mark.parametrize("key", [b"another key", b""])
 def test_without_the_key_nobody_connects(monkeypatch, key):
     monkeypatch.setattr(module, "_CONNECT_S", 0.3)
-    with ThreadPoolExecutor(1) as threads, Listener(1) as listener:
-        stranger = threads.submit(connect, 1, "localhost", listener.port, key)
+    with ThreadPoolExecutor(1) as threads, Listener([1]) as listener:
+        stranger = threads.submit(connect, 1, 0, "localhost", listener.port, key)
         with pytest.raises(TimeoutError, match="timed out"):
             listener.accept(KEY)
         listener._socket.close()
@@ -253,7 +253,7 @@ def test_without_the_key_nobody_connects(monkeypatch, key):
 
 def test_a_rank_sends_nothing_to_a_first_rank_without_the_key():
     with ThreadPoolExecutor(1) as threads, socket.create_server(("localhost", 0)) as false:
-        rank = threads.submit(connect, 1, "localhost", false.getsockname()[1], KEY)
+        rank = threads.submit(connect, 1, 0, "localhost", false.getsockname()[1], KEY)
         made, _ = false.accept()
         with made:
             made.sendall(bytes(32))
@@ -266,7 +266,7 @@ def test_a_rank_sends_nothing_to_a_first_rank_without_the_key():
 
 def test_who_does_not_come_is_waited_for_only_so_long(monkeypatch):
     monkeypatch.setattr(module, "_CONNECT_S", 0.1)
-    with Listener(1) as listener, pytest.raises(TimeoutError):
+    with Listener([1]) as listener, pytest.raises(TimeoutError):
         listener.accept(KEY)
 
 

@@ -79,7 +79,8 @@ def attack_connections(port: int, folder: Path) -> dict:
         key = JobSecret(guess).proof(b"connections", name.rpartition("/")[0].encode(), listens.encode())
         talking[socket.create_connection(("127.0.0.1", int(listens)))] = key
     if not os.fork():  # rank zero sends its nonces once rank 1 is there
-        _answer_all(talking, silent, struct.pack("<q", len(message)) + message, folder / "answered")
+        head = struct.pack("<qq", len(message), len(message))
+        _answer_all(talking, silent, head + message, folder / "answered")
         os._exit(0)
     for text in (json.dumps("ended by a stranger"), f"{mark} {json.dumps('ended by a stranger')}"):
         store.set(f"{base}verdict", text)

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.guard import stacks, watchdog
 from fabric.guard.deadlocks import RankStatus, as_table
 from fabric.guard.messages import RankReport
-from fabric.guard.stacks import user_line
-from fabric.guard.watchdog import report_after
+from fabric.watchdog import stacks, watchdog
+from fabric.watchdog.stacks import user_line
+from fabric.watchdog.watchdog import report_after
 
 HERE = Path(__file__).name
 
@@ -72,7 +72,7 @@ def busy_elsewhere(listener):
 
 
 def late_for_a_verb():
-    importlib.import_module("fabric.guard.watchdog")
+    importlib.import_module("fabric.watchdog.watchdog")
     dist.barrier()  # a rank that replaces another one may still import
     with watched("3") as (fabric, listener):  # a rank says that it waits once it has for a second
         fabric.barrier()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric.core.source import format_line, is_user_code
-from fabric.guard._torch import BACKWARD_FUNCTION, DISPATCH_FILES
+from fabric.watchdog._torch import BACKWARD_FUNCTION, DISPATCH_FILES
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -28,11 +28,11 @@ from fabric.guard.call_checker import reason_of, waits_of_world
 from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
 from fabric.guard.job_store import StoreTimeout
 from fabric.guard.messages import RankReport
-from fabric.guard.stacks import StillWatch, batch_wait, user_line
+from fabric.watchdog.stacks import StillWatch, batch_wait, user_line
 
 if TYPE_CHECKING:
     from fabric.guard.deadlocks import DeadlockDetector
-    from fabric.guard.devices import DeviceWatch
+    from fabric.watchdog.devices import DeviceWatch
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -149,7 +149,7 @@ class Watchdog:
         self._still = StillWatch(self._thread)
         self._device: DeviceWatch | None = None
         if device.type not in ("cpu", "mps"):
-            from fabric.guard.devices import DeviceWatch
+            from fabric.watchdog.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
         self._slow: dict[str, float] = {}  # by loader: shorter waits for a batch are not reported again

@@ -1,0 +1,1 @@
+"""Report hangs: where all ranks are, by rank, call, file and line."""
