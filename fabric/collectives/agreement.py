@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of, to_bytes
-from fabric.collectives.objects import Dumped, gather_objects
+from fabric.collectives.objects import PickledObject, gather_objects
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_line
 from fabric.core.tree import flatten, is_node
@@ -51,9 +51,11 @@ def _is_one_message(value: Any, channel: Channel) -> bool:
     if guard is None or not guard.combines:
         return False
     with channel.validating("agree"):
-        dumped = Dumped(value, "agree")
-    message = dumped.message()
-    digest = blake2b(to_bytes(message), digest_size=16).digest() if dumped.inline else secrets.token_bytes(16)
+        pickled = PickledObject(value, "agree")
+    message = pickled.message()
+    digest = (
+        blake2b(to_bytes(message), digest_size=16).digest() if pickled.inline else secrets.token_bytes(16)
+    )
     bits = torch.tensor([*digest, *[255 - byte for byte in digest]], dtype=torch.uint8, device="cpu")
     call = call_of("agree", "whether the values are equal")
     meeting = channel.check_call(call, [bits], torch.distributed.ReduceOp.BAND)
