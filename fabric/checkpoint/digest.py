@@ -14,24 +14,39 @@ import json
 import os
 import zlib
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fabric.checkpoint.crc import Crc32, crc_of_range, joined
+from fabric.core.cores import usable_cores
 from fabric.core.errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from fabric.core.types import PathLike
 
 LARGE = 1 << 20
-_PIECE = 4 << 20
 _OPEN, _CLOSE = b"\x93fabric-seal\x00", b"\x00fabric-seal\x93"
 _ARCHIVE_END = b"PK\x05\x06"
 _LENGTH = 2
 """Bytes at the end of an archive that say how long its comment is."""
 _COMMENT = 65_535
+_THREADS = 4
+"""At most so many read a file at once: each has 4.3 MB of memory."""
+
+
+class Sealed(NamedTuple):
+    """A range of a file, and the CRC-32 that it was written with."""
+
+    file: Path
+    start: int
+    length: int
+    crc: int
+    error: DamagedCheckpointError
+    """Raised if it has another one."""
 
 
 class DigestWriter:
@@ -42,8 +57,17 @@ class DigestWriter:
     """
 
     def __init__(self, file: Any) -> None:
-        self._file, self._held = file, bytearray()
-        self.crc = self.size = 0
+        self._file, self._held, self._crc = file, bytearray(), Crc32()
+
+    @property
+    def crc(self) -> int:
+        """The digest of what is written."""
+        return self._crc.value
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that are written."""
+        return self._crc.size
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
@@ -71,7 +95,7 @@ class DigestWriter:
         self._put(self._held)
 
     def seal(self, facts: Mapping[str, Any]) -> None:
-        """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, which `check` reads."""
+        """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, which `read_seal` returns."""
         self._put(self._held[:-_LENGTH])
         told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
         text = json.dumps(told).encode()
@@ -81,9 +105,8 @@ class DigestWriter:
     def _put(self, data: Any) -> None:
         for start in range(0, len(data), LARGE):
             piece = data[start : start + LARGE]
-            self.crc = zlib.crc32(piece, self.crc)
+            self._crc.update(piece)
             write_all(self._file, piece)  # out of the processor's cache
-        self.size += len(data)
 
 
 def write_all(file: Any, data: Any) -> None:
@@ -99,13 +122,55 @@ def write_all(file: Any, data: Any) -> None:
         os.posix_fadvise(file.fileno(), file.tell() - length, length, os.POSIX_FADV_DONTNEED)
 
 
-def crc_of(file: Any, length: int, crc: int = 0) -> int:
-    """The digest of the next `length` bytes, read by pieces, after that of others; -1: there are fewer."""
-    piece = memoryview(bytearray(min(length, _PIECE)))
-    while length and (count := file.readinto(piece[: min(length, _PIECE)])):
-        crc = zlib.crc32(piece[:count], crc)
-        length -= count
-    return -1 if length else crc
+def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: int = 1) -> list[int]:
+    """Return the CRC-32 of each range's part that one of several ranks reads; -1: the file has fewer bytes.
+
+    Args:
+        ranges: Alike on all of these ranks.
+        place: Which of them this is.
+        ranks: Their number.
+        local_ranks: Ranks of this host that may be reading at the same time. They share its cores.
+    """
+    threads = min(_THREADS, max(1, usable_cores() // local_ranks))
+    bounds = [_bounds(each, place, ranks) for each in ranges]
+    return [
+        crc_of_range(each.file, each.start + first, last - first, threads)
+        for each, (first, last) in zip(ranges, bounds, strict=True)
+    ]
+
+
+def identity(ranges: Sequence[Sealed]) -> int:
+    """Return a number that is equal on ranks of one host whose ranges are of the same files."""
+    files = [(each.file.resolve(), each.file.stat(), each) for each in ranges]
+    told = [(str(path), of.st_dev, of.st_ino, *each[1:4]) for path, of, each in files]
+    return zlib.crc32(repr(told).encode())
+
+
+def verify(ranges: Sequence[Sealed], shares: Sequence[Sequence[int]] | None = None) -> None:
+    """Compare files with what was written.
+
+    Args:
+        ranges: What to compare.
+        shares: Results of `digest_share`, by place; None: all is read here.
+
+    Raises:
+        DamagedCheckpointError: That of the first range which has changed.
+    """
+    shares = [digest_share(ranges, 0, 1)] if shares is None else shares
+    for number, each in enumerate(ranges):
+        crcs, total = [share[number] for share in shares], 0
+        for place, crc in enumerate(crcs):
+            first, last = _bounds(each, place, len(shares))
+            total = joined(total, crc, last - first)
+        if -1 in crcs or total != each.crc:
+            raise each.error
+
+
+def _bounds(each: Sealed, place: int, ranks: int) -> tuple[int, int]:
+    return each.length * place // ranks, each.length * (place + 1) // ranks
+
+
+CHANGED = "its bytes are not those that were written"
 
 
 def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
@@ -115,15 +180,16 @@ def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
     )
 
 
-def check(file: Any, path: PathLike) -> dict[str, Any] | None:
-    """Check a file against its seal and return the sealed facts; None: no seal, as after plain `torch.save`.
+def read_seal(file: Any, path: PathLike) -> dict[str, Any] | None:
+    """Return the facts of a file's seal, with `size` and `crc32` of the bytes before it, which are to be
+    verified; None: no seal, as after plain `torch.save`.
 
     Args:
-        file: Open for reading, with bytes. Read from its start to its end, by pieces.
+        file: Open for reading, with bytes. Only its end is read.
         path: How the user calls it.
 
     Raises:
-        DamagedCheckpointError: It is not what was written.
+        DamagedCheckpointError: The seal is not what was written, or another number of bytes is before it.
     """
     size = file.seek(0, 2)
     file.seek(max(0, size - _COMMENT - _LENGTH))
@@ -143,7 +209,6 @@ def check(file: Any, path: PathLike) -> dict[str, Any] | None:
         raise damaged(path, "its end is")
     told: dict[str, Any] = json.loads(text)
     content = size - len(end) + at - _LENGTH
-    file.seek(0)
-    if content != told["size"] or crc_of(file, content) != told["crc32"]:
-        raise damaged(path, "its bytes are not those that were written")
+    if content != told["size"]:
+        raise damaged(path, CHANGED)
     return told

@@ -27,7 +27,7 @@ from fabric.checkpoint.atomic_write import (
 )
 from fabric.checkpoint.checkpoint_io import CheckpointIO
 from fabric.checkpoint.content import check_shape, check_tags, unreadable
-from fabric.checkpoint.digest import DigestWriter, check, damaged
+from fabric.checkpoint.digest import CHANGED, DigestWriter, Sealed, damaged, read_seal, verify
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.slices import use_slice
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
@@ -108,18 +108,50 @@ class TorchCheckpointIO(CheckpointIO):
             DamagedCheckpointError: The file is no checkpoint, or not what was written.
             UsageError: The file holds objects that safe loading refuses.
         """
-        safe, local = weights_only is not False, local_path(path)
+        local = local_path(path)
+        if local is not None:
+            verify(self.sealed(path))
+            return self.load_verified(path, map_location, weights_only)
+        with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
+            _fetch(str(path), copy)
+            verify(self._sealed(Path(copy.name), path))
+            return self._read(Path(copy.name), path, map_location, weights_only)
+
+    def sealed(self, path: PathLike) -> list[Sealed]:
+        """Return what is to be verified of the local files at `path`; with `verify=False` nothing.
+
+        Raises:
+            DamagedCheckpointError: A file is not what was written.
+        """
+        local = local_path(path)
+        return [] if local is None else self._sealed(local, path)
+
+    def load_verified(
+        self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As `load_checkpoint`, of a path of this host whose `sealed` ranges were verified."""
+        return self._read(local_path(path), path, map_location, weights_only)
+
+    def _sealed(self, path: Path, name: PathLike) -> list[Sealed]:
+        if not self.verify:
+            return []
+        if safetensors_at(path, name):
+            found: list[Sealed] = use_slice("safetensors").sealed(path, name)
+            return found
+        if not path.is_file():
+            return []
+        with path.open("rb", buffering=0) as file:
+            told = read_seal(file, name)
+        return [] if told is None else [Sealed(path, 0, told["size"], told["crc32"], damaged(name, CHANGED))]
+
+    def _read(self, path: Any, name: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
         try:
-            if local is not None:
-                return self._read(local, path, map_location, safe)
-            with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
-                _fetch(str(path), copy)
-                return self._read(Path(copy.name), path, map_location, safe)
+            return self._tree(path, name, map_location, weights_only is not False)
         except FabricError:
             raise
         except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
             if not isinstance(error, RuntimeError) or any([sign in str(error) for sign in _DAMAGE]):
-                raise damaged(path, _CUT_SHORT) from error
+                raise damaged(name, _CUT_SHORT) from error
             raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -130,9 +162,9 @@ class TorchCheckpointIO(CheckpointIO):
         elif (filesystem := get_filesystem(path)).exists(str(path)):
             filesystem.rm(str(path), recursive=True)
 
-    def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
+    def _tree(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
         if safetensors_at(path, name):
-            found: dict[str, Any] = use_slice("safetensors").read(path, self.verify, name)
+            found: dict[str, Any] = use_slice("safetensors").read(path, name)
             return found
         if path.is_dir():
             raise IsADirectoryError(
@@ -141,9 +173,6 @@ class TorchCheckpointIO(CheckpointIO):
             )
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint file at {name}.")
-        if self.verify and path.is_file():
-            with path.open("rb", buffering=0) as file:
-                check(file, name)
         try:
             tree = self._load(path, map_location, safe)
         except _UNREADABLE as error:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fabric.checkpoint.background.pending import PendingSave
     from fabric.checkpoint.checkpoint_io import CheckpointIO
+    from fabric.checkpoint.digest import Sealed
     from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
     from fabric.strategies.layout import Layout
@@ -221,22 +222,25 @@ class Checkpoints(Exchange):
         """
         from fabric.checkpoint import state as states
         from fabric.checkpoint.atomic_write import present, sharded_at
+        from fabric.checkpoint.torch_io import TorchCheckpointIO
 
         self.finish_save()
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
+        ours = type(storage).load_checkpoint is TorchCheckpointIO.load_checkpoint
         verify = getattr(storage, "verify", None)
         directory = sharded_at(found, only_ours=verify is None)
-        # Ranks of one machine that read the same directory share its verification.
-        local = None if directory is None else (self.topology.node_rank, str(directory))
-        directories = self.all_gather_object(local, label="load") if self.topology.world_size > 1 else [local]
+        told = self._gather_all((self.topology.node_rank, str(local_path(found) or ""), directory is not None))
+        with self._verified(told, doing) as ranges:
+            if directory is not None and verify is not False:
+                ranges += use_slice("sharded directory").sealed(directory)
+            elif directory is None and ours:
+                ranges += storage.sealed(found)
         with states.together(self, doing):
             if directory is None:
-                tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
-            elif verify is not False:
-                same = [rank for rank, other in enumerate(directories) if other == local]
-                use_slice("sharded directory").check(directory, same.index(self.topology.rank), len(same))
+                load = storage.load_verified if ours and local_path(found) else storage.load_checkpoint
+                tree = states.named(load(found, weights_only=weights_only), state)
         checkpoint: Any = None
-        if any(directories):
+        if any([sharded for *_, sharded in told]):
             with states.together(self, doing):
                 if directory is not None:
                     checkpoint = use_slice("sharded reader").Checkpoint(directory, weights_only is not False)
@@ -246,6 +250,41 @@ class Checkpoints(Exchange):
         finally:
             if checkpoint is not None:
                 checkpoint.close()
+
+    @contextmanager
+    def _verified(self, told: list[Any], doing: str) -> Iterator[list[Sealed]]:
+        """Verify the ranges of files that the context adds to the list. All ranks must call this.
+
+        Ranks of one host that read the same files digest a part each, and all of them compare.
+
+        Args:
+            told: Host and path of each rank.
+            doing: For errors.
+
+        Raises:
+            DamagedCheckpointError: A file is not what was written: on all ranks that read it.
+        """
+        from fabric.checkpoint import digest
+        from fabric.checkpoint import state as states
+
+        ranges: list[Sealed] = []
+        here, rank = self.topology, self.topology.rank
+        same = [other for other, where in enumerate(told) if where == told[rank]]
+        with states.together(self, doing):
+            yield ranges
+            own = digest.digest_share(ranges, same.index(rank), len(same), here.local_world_size)
+            key = digest.identity(ranges)
+        shares = [own]
+        if any([told.count(where) > 1 for where in told]):
+            read = self._gather_all((key, own))
+            shares = [read[other][1] for other in same]
+            if any([read[other][0] != key for other in same]):  # replaced meanwhile
+                shares = [digest.digest_share(ranges, 0, 1)]
+        with states.together(self, doing):
+            digest.verify(ranges, shares)
+
+    def _gather_all(self, value: Any) -> list[Any]:
+        return [value] if self.topology.world_size == 1 else self.all_gather_object(value, label="load")
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """Return the full state dict with the keys of the user's module. All ranks must call this."""

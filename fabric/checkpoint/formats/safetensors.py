@@ -8,14 +8,14 @@ CRC-32 of all its bytes in the header's free part, `__metadata__`, where every r
 from __future__ import annotations
 
 import json
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.checkpoint.atomic_write import INDEX, INDICES, LENGTH, SINGLE
 from fabric.checkpoint.content import listed_file
-from fabric.checkpoint.digest import crc_of, damaged, write_all
+from fabric.checkpoint.crc import Crc32, joined
+from fabric.checkpoint.digest import CHANGED, Sealed, damaged, write_all
 from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
 from fabric.checkpoint.snapshot import storage_key, values
 from fabric.core.errors import ConfigurationError, MissingExtraError
@@ -99,44 +99,69 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
     order = sorted(first.values(), key=lambda name: -tensors[name].dtype.itemsize)
     kept = {name: tensors[name] for name in order}
     header = _header(kept, {"torch": torch.__version__, **facts}, tied)
-    crc = zlib.crc32(header)
+    crc = Crc32()
+    crc.update(header)
     for tensor in kept.values():
-        crc = zlib.crc32(values(read_stored(tensor)), crc)
-    write_all(file, header.replace(_START + _BLANK, _START + b"%08x" % crc, 1))
+        crc.update(values(read_stored(tensor)))
+    write_all(file, header.replace(_START + _BLANK, _START + b"%08x" % crc.value, 1))
     for tensor in kept.values():
         write_all(file, values(read_stored(tensor)))
 
 
-def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
+def sealed(path: Path, name: PathLike) -> list[Sealed]:
+    """Return what is to be verified of the files at `path`: those that have a digest.
+
+    Args:
+        path: As for `read`.
+        name: How the user calls it.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or the index is not what was written.
+    """
+    found = [_sealed(file, called) for file, called in _files(path, name)[0].values()]
+    return [each for each in found if each is not None]
+
+
+def read(path: Path, name: PathLike) -> dict[str, Tensor]:
     """The tensors at `path` (see `safetensors_at`), `LazyTensor`: each is read when it is used, and no more.
 
     Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
 
     Args:
         path: A file, a directory, or the index in one.
-        verify: Whether to compare the digests of files that have one.
         name: How the user calls it.
 
     Raises:
         DamagedCheckpointError: A file is missing, or not what was written; the message names it.
         MissingExtraError: safetensors is not installed.
     """
-    if path.is_dir():
-        path = path / (SINGLE if (path / SINGLE).is_file() else INDEX)
+    files, where = _files(path, name)
+    held = {file: _read_file(*place) for file, place in files.items()}
+    try:
+        return held[""] if where is None else {key: held[file][key] for key, file in where.items()}
+    except KeyError as error:
+        raise damaged(_index(path), f"its files are not what it says ({error!r})") from error
+
+
+def _index(path: Path) -> Path:
+    """Return the file that counts of a directory; a file as it is."""
+    return path / (SINGLE if (path / SINGLE).is_file() else INDEX) if path.is_dir() else path
+
+
+def _files(path: Path, name: PathLike) -> tuple[dict[str, tuple[Path, PathLike]], dict[str, str] | None]:
+    """Return the files, with how errors call them, and the file of each tensor; None: there is one file, ""."""
+    path = _index(path)
     if not path.name.endswith(INDICES):
-        return _read_file(path, verify, name)
+        return {"": (path, name)}, None
     try:
         where: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        files = {
-            file: _read_file(listed_file(path.parent, file, path), verify, path.parent / file)
-            for file in {*where.values()}
-        }
-        return {key: files[file][key] for key, file in where.items()}
+        names = {*where.values()}
+        return {file: (listed_file(path.parent, file, path), path.parent / file) for file in names}, where
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"its files are not what it says ({error!r})") from error
 
 
-def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
+def _read_file(path: Path, name: PathLike) -> dict[str, Tensor]:
     package = _package()
     try:
         with package.safe_open(path, framework="pt") as opened:
@@ -144,8 +169,6 @@ def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
             said = opened.metadata() or {}
     except package.SafetensorError as error:
         raise damaged(name, str(error)) from error
-    if verify:
-        _check(path, name)
     # Of others, those of the package's `save_model`.
     try:
         ties = json.loads(said[_TIES]) if _TIES in said else {k: v for k, v in said.items() if k != "format"}
@@ -162,17 +185,28 @@ def _stored(mapped: Tensor) -> LazyTensor:
     return LazyTensor.of(mapped.shape, mapped.dtype, fill)
 
 
-def _check(path: Path, name: PathLike) -> None:
+def _sealed(path: Path, name: PathLike) -> Sealed | None:
+    """Return the tensors of a file and their digest, which the header's, of all bytes, has in it; None: the
+    file is another's, or no such file, which `_read_file` finds.
+    """
+    size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         length = file.read(LENGTH)
+        if int.from_bytes(length, "little") > size - LENGTH:
+            return None
         header = file.read(int.from_bytes(length, "little"))
-        if not header.startswith(_START) and _FACTS not in header:
-            return  # another's
-        at = len(_START)
-        blank = length + header[:at] + _BLANK + header[at + len(_BLANK) :]
-        crc = crc_of(file, path.stat().st_size - len(blank), zlib.crc32(blank))
-    if header[at : at + len(_BLANK)] != b"%08x" % crc:
-        raise damaged(name, "its bytes are not those that were written")
+    if not header.startswith(_START) and _FACTS not in header:
+        return None
+    at, end = len(_START), len(_START) + len(_BLANK)
+    rest = size - LENGTH - len(header)
+    error = damaged(name, CHANGED)
+    try:
+        crc = int(header[at:end], 16)
+    except ValueError:
+        raise error from None
+    blank = Crc32()
+    blank.update(length + header[:at] + _BLANK + header[end:])
+    return Sealed(path, size - rest, rest, crc ^ joined(blank.value, 0, rest), error)
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.checkpoint.atomic_write import MANIFEST, METADATA, alone_in, flush_directory, part_of
 from fabric.checkpoint.content import listed_file
-from fabric.checkpoint.digest import crc_of, damaged
+from fabric.checkpoint.crc import crc_of_range
+from fabric.checkpoint.digest import Sealed, damaged, verify
 from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ FORMAT = 1
 def digest(file: Path) -> dict[str, Any]:
     """Size and digest of a file, as the manifest has them."""
     size = file.stat().st_size
-    with file.open("rb", buffering=0) as stream:
-        return {"size": size, "crc32": crc_of(stream, size)}
+    return {"size": size, "crc32": crc_of_range(file, 0, size)}
 
 
 def write_manifest(directory: Path, files: dict[str, Any], **facts: Any) -> None:
@@ -38,21 +38,30 @@ def write_manifest(directory: Path, files: dict[str, Any], **facts: Any) -> None
     flush_directory(directory)
 
 
+def sealed(directory: Path) -> list[Sealed]:
+    """Return what is to be verified of a checkpoint: its files; without manifest nothing.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or has another size; the message names it.
+    """
+    if not (directory / MANIFEST).exists():  # of torch alone, else the reader knows
+        return []
+    found = []
+    for name, said in sorted(_read_manifest(directory)["files"].items()):
+        file = listed_file(directory, name)
+        if file.stat().st_size != said["size"]:
+            raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
+        found.append(Sealed(file, 0, said["size"], said["crc32"], damaged(directory, f"{name} has changed")))
+    return found
+
+
 def check(directory: Path, place: int, ranks: int) -> None:
     """Check every `ranks`-th file of a checkpoint, from number `place` on; without manifest there is nothing.
 
     Raises:
         DamagedCheckpointError: A file is missing, or not what was written; the message names it.
     """
-    if not (directory / MANIFEST).exists():  # of torch alone, else the reader knows
-        return
-    files = _read_manifest(directory)["files"]
-    for name in sorted(files)[place::ranks]:
-        file, said = listed_file(directory, name), files[name]
-        if file.stat().st_size != said["size"]:
-            raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
-        if digest(file) != said:
-            raise damaged(directory, f"{name} has changed")
+    verify(sealed(directory)[place::ranks])
 
 
 def begin(path: Path) -> Path:
