@@ -187,7 +187,8 @@ class _FabricModule(Module):
         if "_fabric_original" not in own:  # while copying or unpickling
             raise AttributeError(name)
         original, strategy = own["_fabric_original"], own["_strategy"]
-        added = strategy.layout.model_method(own["_fabric_joined"], name)
+        plain = strategy.plain_methods and name not in own["_fabric_marked"]
+        added = None if plain else strategy.layout.model_method(own["_fabric_joined"], name)
         if added is not None:
             return strategy.method_plan(own["_fabric_joined"], added, True)
         try:
@@ -196,7 +197,7 @@ class _FabricModule(Module):
             if name not in _FACTS or hasattr(type(original), name):
                 raise
             return _FACTS[name](original, strategy)
-        if isinstance(value, MethodType) and value.__self__ is original:
+        if not plain and isinstance(value, MethodType) and value.__self__ is original:
             return strategy.method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
         return value
 

@@ -234,3 +234,30 @@ def with_buffers():
 def test_ddp_with_buffers_adds_nothing(ranks):
     for found in ranks.run(with_buffers, world_size=2):
         assert found["forward"] == found["evaluation"] == ([], 0)
+
+
+class Nested(nn.Linear):
+    def forward(self, batch):
+        return {"out": super().forward(batch["a"][0]), "again": batch}
+
+    def method(self, x):
+        return super().forward(x)
+
+
+def casts(precision, tensors):
+    batch = {"a": [X] * tensors, "b": {"c": (X,) * tensors, "d": [X + 1]}, "n": 1}
+    model = Fabric(accelerator=ACCELERATOR, devices=1, precision=precision).setup(Nested(4, 4))
+    return frames(model, batch)[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_nested_batch_costs_nothing_per_tensor(precision):
+    names = casts(precision, 2)
+    assert len(names) == len(casts(precision, 20))
+    assert names.count("_container") == 11  # five containers, in and out, and one around them
+    assert len(names) <= 28, names  # two per container, and of the one other value
+
+
+def test_a_method_costs_one_call():
+    model = Fabric(accelerator=ACCELERATOR, devices=1).setup(Nested(4, 4))
+    assert frames(lambda: model.method(X)) == (["__getattr__"], 1)

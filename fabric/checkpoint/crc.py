@@ -1,14 +1,16 @@
 """CRC-32 as `zlib.crc32` computes it, at twice its speed or more, and of a file in several threads.
 
-Source: Russell, "Chorba: A novel CRC32 implementation" (arXiv:2412.16398): x^91639 = x^41678 + 1 modulo the
-polynomial of CRC-32. Squaring six times gives the same of words of 64 bits, whose place is their power: a word
-can be added (XOR) to the words 49,961 and 91,639 places behind it, and left out. zlib has the rest to do, the
-last 91,639 words. Bytes and values are those of zlib: files do not show which of the two has read them.
+Modulo the polynomial of CRC-32, x^91639 = x^41678 + 1. Squared six times, the equation is one of 64-bit words:
+a word can be left out if it is added (XOR) to the words 49,961 and 91,639 places behind it. zlib digests what
+remains, the last 91,639 words. The values are those of `zlib.crc32`: files are the same.
+
+Source: Russell, "Chorba: A novel CRC32 implementation" (arXiv:2412.16398).
 """
 
 from __future__ import annotations
 
 import zlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,7 +119,7 @@ def crc_of_range(path: Path, start: int, length: int, threads: int = 1) -> int:
     """
     threads = max(1, min(threads, length // _SMALL))
     ends = [start + length * number // threads for number in range(threads + 1)]
-    parts = [*zip(ends, ends[1:], strict=False)]
+    parts = [*pairwise(ends)]
 
     def part(bounds: tuple[int, int]) -> int:
         crc = Crc32()

@@ -123,7 +123,7 @@ def write_all(file: Any, data: Any) -> None:
 
 
 def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: int = 1) -> list[int]:
-    """Return the CRC-32 of each range's part that one of several ranks reads; -1: the file has fewer bytes.
+    """Return the CRC-32 of each range's part that one of several ranks reads; -1: the file is too short.
 
     Args:
         ranges: Alike on all of these ranks.

@@ -144,7 +144,9 @@ class TorchCheckpointIO(CheckpointIO):
             told = read_seal(file, name)
         return [] if told is None else [Sealed(path, 0, told["size"], told["crc32"], damaged(name, CHANGED))]
 
-    def _read(self, path: Any, name: PathLike, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    def _read(
+        self, path: Any, name: PathLike, map_location: Any, weights_only: bool | None
+    ) -> dict[str, Any]:
         try:
             return self._tree(path, name, map_location, weights_only is not False)
         except FabricError:

@@ -93,9 +93,35 @@ def original_command() -> tuple[list[str], str | None]:
         if not Path(script).is_absolute() and absolute.endswith(script.removeprefix("./")):
             directory = absolute[: -len(script.removeprefix("./"))] or None
     elif sys.argv[0] != "-c" and (file or spec) and Path(sys.argv[0]).exists():
-        # A debugger or profiler runs the script; the other ranks run it without.
-        argv = [sys.executable, *flags, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
+        # A debugger or profiler runs the script; the others run it without.
+        argv = [
+            sys.executable,
+            *flags,
+            *_coverage(original),
+            str(Path(sys.argv[0]).absolute()),
+            *sys.argv[1:],
+        ]
     return argv, directory
+
+
+def _coverage(original: list[str]) -> list[str]:
+    """Return the arguments before the script by which the other ranks are measured, too, where `coverage run`
+    measures this one: into files of their own. Else nothing.
+    """
+    coverage = sys.modules.get("coverage")
+    if coverage is None or coverage.Coverage.current() is None or "run" not in original:
+        return []
+    begin, end = original.index("run") + 1, len(original) - len(sys.argv)
+    if original[end : end + 1] != sys.argv[:1]:
+        return []  # of a module, or of what its configuration names
+    options = [option for option in original[begin:end] if option not in ("-p", "--parallel-mode")]
+    if len(options) == end - begin:
+        print(
+            "fabric: `coverage run` without -p measures rank zero into .coverage, and each other rank into a "
+            "file of its own. Write `coverage run -p`, or `coverage combine --append` at the end.",
+            file=sys.stderr,
+        )
+    return ["-m", "coverage", "run", "-p", *options]
 
 
 def _hydra_overrides() -> list[str]:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.tree import flatten, unflatten
+from fabric.core.tree import flatten, is_node, unflatten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_TENSOR = torch.Tensor
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
@@ -37,6 +38,11 @@ class CastTo:
             elif not tree.is_floating_point():
                 return tree
             return tree.to(dtype)
+        kind = type(tree)
+        if kind is dict or kind is list or kind is tuple:
+            return self._container(tree, kind, dtype)
+        if not is_node(tree):
+            return tree
         leaves, spec = flatten(tree)
         others = [isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype for leaf in leaves]
         cast = [self(leaf) if other else leaf for leaf, other in zip(leaves, others, strict=True)]
@@ -44,6 +50,20 @@ class CastTo:
         if all([new is old for new, old in zip(cast, leaves, strict=True)]):
             return tree
         return unflatten(cast, spec, tree)
+
+    def _container(self, tree: Any, kind: type, dtype: torch.dtype) -> Any:
+        """A plain container, rebuilt if something in it was cast. Its tensors cost no frame."""
+        olds: Any = tree.values() if kind is dict else tree
+        news = [
+            (old if old.dtype is dtype else old.to(dtype) if old.is_floating_point() else self(old))
+            if type(old) is _TENSOR
+            else self(old)
+            for old in olds
+        ]
+        for new, old in zip(news, olds, strict=True):
+            if new is not old:
+                return dict(zip(tree, news, strict=True)) if kind is dict else kind(news)
+        return tree
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -225,11 +225,14 @@ class Checkpoints(Exchange):
         from fabric.checkpoint.torch_io import TorchCheckpointIO
 
         self.finish_save()
-        doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
+        doing, found = f"loading {path}", present(path)
+        storage: Any = self.checkpoint_io
         ours = type(storage).load_checkpoint is TorchCheckpointIO.load_checkpoint
         verify = getattr(storage, "verify", None)
         directory = sharded_at(found, only_ours=verify is None)
-        told = self._gather_all((self.topology.node_rank, str(local_path(found) or ""), directory is not None))
+        told = self._gather_all(
+            (self.topology.node_rank, str(local_path(found) or ""), directory is not None)
+        )
         with self._verified(told, doing) as ranges:
             if directory is not None and verify is not False:
                 ranges += use_slice("sharded directory").sealed(directory)

@@ -438,6 +438,11 @@ class Strategy(Checkpoints):
         self.plain_backward = not (
             self._changed_backward or overridden(type(self.layout), Layout, "backward")
         )
+        self.plain_methods = not (
+            self._refuses_backward
+            or overridden(type(self), Strategy, "method_plan")
+            or overridden(type(self.layout), Layout, "method_plan", "model_method")
+        )
 
     def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """Return the plan with outputs that raise in a plain `loss.backward()`."""

@@ -300,6 +300,24 @@ def test_the_command_is_run_again(monkeypatch, main, argv, original, expected):
     assert (command[1:], directory) == expected
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_other_ranks_are_measured_by_coverage_too(monkeypatch, capsys, tmp_path, parallel):
+    (tmp_path / "m.py").touch()
+    monkeypatch.chdir(tmp_path)
+    coverage = SimpleNamespace(Coverage=SimpleNamespace(current=lambda: "running"))
+    options = ["--branch", *["-p"] * parallel, "--source", "m.py"]
+    monkeypatch.setitem(sys.modules, "coverage", coverage)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="m.py"))
+    monkeypatch.setattr(sys, "argv", ["m.py", "run"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/coverage", "run", *options, "m.py", "run"])
+    command, _ = original_command()
+    measured = ["-m", "coverage", "run", "-p", "--branch", "--source", "m.py"]
+    assert command[1:] == [*measured, str(tmp_path / "m.py"), "run"]
+    assert ("without -p" in capsys.readouterr().err) == (not parallel)
+    coverage.Coverage.current = lambda: None  # imported, and measures nothing
+    assert original_command()[0][1:] == [str(tmp_path / "m.py"), "run"]
+
+
 @pytest.mark.parametrize(("argv", "prompt"), [(["-"], False), ([""], False), (["x.py"], True)])
 def test_no_command_to_run_again(monkeypatch, argv, prompt):
     monkeypatch.setattr(sys, "argv", argv)

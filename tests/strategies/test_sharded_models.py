@@ -521,6 +521,42 @@ def test_different_branches_are_an_error_before_weights_change(ranks, policy):
     ranks.run(different_branches, policy, world_size=2)
 
 
+class Wide(Branches):
+    """Branches of other sizes: gloo ends a process that gets more bytes than it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Linear(5, 900)
+
+    def method(self, x, left: bool):
+        return self.forward(x, left)
+
+
+def branches_of_other_sizes(call: str) -> str:
+    policy = FSDPStrategy(auto_wrap_policy={nn.Linear})
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=policy)
+    fabric.launch()
+    model = fabric.setup(Wide())
+    run = {"forward": model, "method": model.method, "part": lambda x, left: model.body(x)}[call]
+    for _ in range(3):
+        run(torch.ones(2, 5), left=True)
+    right = fabric.global_rank > 0
+    if call == "part":
+        run = lambda x, left: (model.left if left else model.right)(x)  # noqa: E731
+    with pytest.raises(CollectiveMismatch) as caught:
+        run(torch.ones(2, 5), left=not right)
+    run(torch.ones(2, 5), left=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("call", ["forward", "method", "part"])
+def test_branches_of_other_sizes_are_named_on_all_ranks(ranks, call, world_size):
+    for text in ranks.run(branches_of_other_sizes, call, world_size=world_size):
+        assert "its left" in text
+        assert "its right" in text
+
+
 class Turned(nn.Sequential):
     """Layers of one size that can be called in two orders: FSDP2 would mix up what it gathers and reduces."""
 

@@ -149,7 +149,7 @@ def _index(path: Path) -> Path:
 
 
 def _files(path: Path, name: PathLike) -> tuple[dict[str, tuple[Path, PathLike]], dict[str, str] | None]:
-    """Return the files, with how errors call them, and the file of each tensor; None: there is one file, ""."""
+    """Return the files, with their names in errors, and the file of each tensor; None: the only file, ""."""
     path = _index(path)
     if not path.name.endswith(INDICES):
         return {"": (path, name)}, None

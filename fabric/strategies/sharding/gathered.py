@@ -7,6 +7,7 @@ that call no layer cause no communication, so ranks may differ in calling them.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
 class ForwardCheck:
     """The call check of one model's calls without gradients, which no step compares.
 
-    Calls with gradients are compared in a step. If ranks call two models of different sizes in another order,
-    gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... of these calls is checked, too.
+    Calls with gradients are compared in a step. Models or parts of other sizes, called in another order, may
+    not come so far (gloo ends the process): of each of them the 1st, 2nd, 4th, 8th, ... is compared, too.
 
     Args:
         root: The model.
@@ -63,8 +64,8 @@ class ForwardCheck:
     def __init__(self, root: Module, layout: Any, in_lockstep: bool = False) -> None:
         self._root, self._layout, self._in_lockstep = root, layout, in_lockstep
         self._within: Any = None
-        self._calls = 0
-        """Number of calls with gradients."""
+        self._calls: Counter[str] = Counter()
+        """How many had gradients, or were made by another call, by the name of the part."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
@@ -78,16 +79,21 @@ class ForwardCheck:
 
     @eager
     def check_forward(self, name: str = "") -> bool:
-        """Check a call of a submodule, unless an outer call was checked. All ranks must call this."""
-        if self._within is not None:
+        """Compare before a call of the part of this name; returns whether no call is around it."""
+        inner = self._within is not None
+        if inner and not name:
             return False
-        trains, mesh = torch.is_grad_enabled(), self._layout.mesh
+        trains, mesh = inner or torch.is_grad_enabled(), self._layout.mesh
         if trains:
-            self._calls += 1
-            all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
-            first = self._calls == 1 and mesh is not None  # replicas may differ in later calls
-            if self._calls & (self._calls - 1) or not (all_ranks or first) or backward_pass() != -1:
-                return True
+            self._calls[name] += 1
+            count = self._calls[name]
+            if count & (count - 1):
+                return not inner
+            gathers = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())  # of all ranks
+            # Rows of a mesh may differ in later ones.
+            first = self._calls.total() == 1 and mesh is not None
+            if not (gathers or first) or backward_pass() != -1:
+                return not inner
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
             if not trains:
@@ -95,8 +101,12 @@ class ForwardCheck:
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
-            self._layout.channel.check_barrier(verb, mode)
-        return True
+            try:
+                self._layout.channel.check_barrier(verb, mode)
+            except BaseException:
+                self._calls[name] -= trains  # other ranks have not counted it
+                raise
+        return not inner
 
     def note(self, what: str) -> None:
         """Add a call to the checksum that a step compares."""
