@@ -95,7 +95,7 @@ class DigestWriter:
         self._put(self._held)
 
     def seal(self, facts: Mapping[str, Any]) -> None:
-        """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, which `read_seal` returns."""
+        """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, for `read_seal`."""
         self._put(self._held[:-_LENGTH])
         told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
         text = json.dumps(told).encode()
