@@ -47,7 +47,7 @@ DTensorLayout.before_step = lambda *_: None
     ),
     "evaluation without gradients meets": Mend(
         """
-from fabric.strategies.sharding.gathered import ForwardCheck
+from fabric.strategies.sharding.forward_check import ForwardCheck
 ForwardCheck.check_forward = lambda self, name="": self._within is None
 """,
         SPLIT,
