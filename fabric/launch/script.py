@@ -93,7 +93,7 @@ def original_command() -> tuple[list[str], str | None]:
         if not Path(script).is_absolute() and absolute.endswith(script.removeprefix("./")):
             directory = absolute[: -len(script.removeprefix("./"))] or None
     elif sys.argv[0] != "-c" and (file or spec) and Path(sys.argv[0]).exists():
-        # A debugger or profiler runs the script; the others run it without.
+        # A debugger or profiler runs the script; the other ranks run it without.
         argv = [
             sys.executable,
             *flags,

@@ -424,16 +424,16 @@ class Strategy(Checkpoints):
         shard, shards = self.data_rank
         # All ranks, not only one per data shard: an error on one rank must be raised on all.
         models = names_of_owners(parameters, self.modules) if self.topology.world_size > 1 else ""
-        if total := total_items(num_items, rank, self.channel(), models):
-            self.layout.divide_gradients(parameters, total / parts)
+        if total := total_items(num_items, shard, self.channel(), models):
+            self.layout.divide_gradients(parameters, total / shards)
         return total
 
     def _decide_backward(self) -> None:
-        """Decide what forward and backward pass through: `plain_backward` means `loss.backward()` alone."""
-        self._converts = overridden(type(self._precision), Precision, *CONVERSIONS)
-        self._precise_backward = self._precision.needs_backward
+        """Decide what forward and backward call. With `plain_backward` it is `loss.backward()` alone."""
+        self._precision_converts = overridden(type(self._precision), Precision, *CONVERSIONS)
+        self._precision_backward = self._precision.needs_backward
         kind, layout = type(self), type(self.layout)
-        self._changed_backward = self._precise_backward or overridden(kind, Strategy, "backward")
+        self._changed_backward = self._precision_backward or overridden(kind, Strategy, "backward")
         self._refuses_backward = self._changed_backward or self.layout.traits.owns_backward
         self.plain_backward = not (self._changed_backward or overridden(layout, Layout, "backward"))
         own = overridden(layout, Layout, "method_plan", "model_method")

@@ -505,6 +505,8 @@ def different_branches(policy) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(auto_wrap_policy=policy))
     fabric.launch()
     model, optimizer = fabric.setup(*with_sgd(Branches()))
+    for left in (True, False) * 2:  # the first calls of a group are compared before they gather
+        model(batches(1)[0, 0], left=left)
     before = model.state_dict()
     fabric.backward(model(batches(1)[0, fabric.global_rank], left=fabric.global_rank == 0).pow(2).mean())
     with pytest.raises(CollectiveMismatch, match=r"SGD.step.*no gradient for (left|right)"):
@@ -572,6 +574,8 @@ def another_order() -> None:
     torch.manual_seed(6)
     model, optimizer = fabric.setup(*with_sgd(Turned(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2))))
     before, x = model.state_dict(), batches(1)[0, fabric.global_rank]
+    for _ in range(2):  # the first calls of a group are compared before they gather
+        model(x, turned=True)
     fabric.backward(model(x, turned=fabric.global_rank == 0).pow(2).mean())
     with pytest.raises(CollectiveMismatch, match=r"SGD.step.*layers were called in the order \w{8}"):
         optimizer.step()

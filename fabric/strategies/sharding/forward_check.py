@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class ForwardCheck:
-    """Calls of one model without gradients: nothing else would tell a rank that it is alone in one.
+    """The call check of one model's calls without gradients, which no step compares.
 
-    Calls with gradients are compared in a step. Models or parts of other sizes, called in another order, may
-    not come so far (gloo ends the process): of each of them the 1st, 2nd, 4th, 8th, ... is compared, too.
+    Calls with gradients are compared in a step. If ranks call models or layers of different sizes in another
+    order, gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... one of each is checked, too.
 
     Args:
         root: The model.
-        layout: Its layout, which all ranks have.
-        in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
+        layout: Its layout.
+        in_lockstep: Whether ranks compute shards of one call, so that they must agree in training mode.
     """
 
     def __init__(self, root: Module, layout: Any, in_lockstep: bool = False) -> None:
         self._root, self._layout, self._in_lockstep = root, layout, in_lockstep
         self._within: Any = None
         self._calls: Counter[str] = Counter()
-        """How many had gradients, or were made by another call, by the name of the part."""
+        """Number of calls with gradients, or inside of another call, by the name of the submodule."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
 
     def watch(self, parts: list[Module]) -> None:
-        """Compare calls of these modules between ranks, those that a method makes by itself, too."""
+        """Register hooks that check calls of these modules, also calls from within methods."""
         names = {module: name for name, module in self._root.named_modules()}
         for part in parts:
             part.register_forward_pre_hook(partial(self._enter, names[part]))
@@ -48,7 +48,7 @@ class ForwardCheck:
 
     @eager
     def check_forward(self, name: str = "") -> bool:
-        """Compare before a call of the part of this name; returns whether no call is around it."""
+        """Check a call of a submodule. Return whether it is the outermost. All ranks must call this."""
         inner = self._within is not None
         if inner and not name:
             return False
@@ -58,15 +58,14 @@ class ForwardCheck:
             count = self._calls[name]
             if count & (count - 1):
                 return not inner
-            gathers = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())  # of all ranks
-            # Rows of a mesh may differ in later ones.
-            first = self._calls.total() == 1 and mesh is not None
-            if not (gathers or first) or backward_pass() != -1:
+            all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
+            first = self._calls.total() == 1 and mesh is not None  # replicas may differ in later calls
+            if not (all_ranks or first) or backward_pass() != -1:
                 return not inner
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
             if not trains:
-                # Else a rank that calls the model once more would gather parts of before and after a change.
+                # Else an additional call on one rank would gather shards from before and after a change.
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
@@ -78,18 +77,18 @@ class ForwardCheck:
         return not inner
 
     def note(self, what: str) -> None:
-        """Take into what a step compares that this rank does this with the model."""
+        """Add a call to the checksum that a step compares."""
         self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 
     def enter(self, call: Any, name: str = "") -> bool:
-        """A call begins: as `check_forward`, for all inside of it."""
+        """Check a call, around others until `leave`. Return whether it is the outermost."""
         outermost = self.check_forward(name)
         if outermost:
             self._within = call
         return outermost
 
     def leave(self, call: Any) -> None:
-        """It has ended."""
+        """Mark the end of a call."""
         if self._within is call:
             self._within = None
 

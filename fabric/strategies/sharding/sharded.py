@@ -17,11 +17,17 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_versions import preserve_arguments, require_torch
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
-from fabric.strategies.error_translation import converted
-from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
+from fabric.strategies.error_translation import converted_after_setup
+from fabric.strategies.sharding._torch import (
+    begin_fsdp,
+    fsdp_groups,
+    fsdp_states,
+    is_strided,
+    set_frozen_group_dtypes,
+)
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
-from fabric.strategies.sharding.split import DTensorLayout, is_split
+from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
