@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -22,7 +21,7 @@ class ForwardCheck:
     """The call check of one model's calls without gradients, which no step compares.
 
     Calls with gradients are compared in a step. If ranks call models or layers of different sizes in another
-    order, gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... one of each is checked, too.
+    order, gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... is checked, with all in it.
 
     Args:
         root: The model.
@@ -33,8 +32,10 @@ class ForwardCheck:
     def __init__(self, root: Module, layout: Any, in_lockstep: bool = False) -> None:
         self._root, self._layout, self._in_lockstep = root, layout, in_lockstep
         self._within: Any = None
-        self._calls: Counter[str] = Counter()
-        """Number of calls with gradients, or inside of another call, by the name of the submodule."""
+        self._calls = 0
+        """Number of outermost calls with gradients."""
+        self._compares = False
+        """Whether calls inside of the current one are compared, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
@@ -50,18 +51,18 @@ class ForwardCheck:
     def check_forward(self, name: str = "") -> bool:
         """Check a call of a submodule. Return whether it is the outermost. All ranks must call this."""
         inner = self._within is not None
-        if inner and not name:
+        if inner and not (name and self._compares):
             return False
         trains, mesh = inner or torch.is_grad_enabled(), self._layout.mesh
-        if trains:
-            self._calls[name] += 1
-            count = self._calls[name]
-            if count & (count - 1):
-                return not inner
+        if not inner:
+            self._compares = False
+        if trains and not inner:
+            self._calls += 1
             all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
-            first = self._calls.total() == 1 and mesh is not None  # replicas may differ in later calls
-            if not (all_ranks or first) or backward_pass() != -1:
-                return not inner
+            first = self._calls == 1 and mesh is not None  # replicas may differ in later calls
+            if self._calls & (self._calls - 1) or not (all_ranks or first) or backward_pass() != -1:
+                return True
+            self._compares = all_ranks
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
             if not trains:
@@ -69,11 +70,7 @@ class ForwardCheck:
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
-            try:
-                self._layout.channel.check_barrier(verb, mode)
-            except BaseException:
-                self._calls[name] -= trains  # other ranks have not counted it
-                raise
+            self._layout.channel.check_barrier(verb, mode)
         return not inner
 
     def note(self, what: str) -> None:
