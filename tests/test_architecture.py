@@ -62,7 +62,7 @@ ORDER = [
     ["fabric.facts"],
     ["fabric.saving", "fabric.setup", "fabric.verbs"],
     ["fabric.fabric"],
-    ["fabric.testing"],
+    ["fabric.testing", "fabric.tools"],
     ["fabric.cli"],
     ["fabric.__main__"],
 ]
@@ -259,6 +259,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.strategies.zero1": set(),
     "fabric.testing": set(),
     "fabric.throughput": set(),
+    "fabric.tools.plan": set(),
 }
 # Paths of Lightning Fabric: modules of two lines, which import what they name.
 PATHS = {

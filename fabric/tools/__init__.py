@@ -1,0 +1,1 @@
+"""Commands around a job: before, during and after it. Importing this loads nothing."""
