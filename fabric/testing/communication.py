@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.testing._torch import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Communication(TorchDispatchMode):
             name = name.lstrip("_")
             kind = next((_KINDS[start] for start in _NAMES if name.startswith(start)), name)
             sides = [sum([t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)]) for arg in args]
-            self.log.append(Call(kind, max(sides, default=0), user_place()))
+            self.log.append(Call(kind, max(sides, default=0), user_line()))
         return func(*args, **(kwargs or {}))
 
     @property

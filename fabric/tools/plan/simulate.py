@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from fabric.core._torch import is_fsdp
-from fabric.core.source import is_users
+from fabric.core.source import is_user_code
 from fabric.core.tree import flatten, map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
@@ -307,7 +307,7 @@ def _on_device(leaf: Any, rows: int, places: torch.Tensor) -> Any:
 
 def _described(error: BaseException) -> str:
     """Return the error with the last line of the user's code, and what to write."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     kind, text = type(error).__name__, str(error).strip().rstrip(".")
     advice = next((advice for part, advice in _ADVICE.items() if part in f"{kind} {text}"), "")
