@@ -7,6 +7,7 @@ from fabric.core.torch_versions import check_floor
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric as Fabric
+    from fabric.tools.plan.plan import plan as plan
     from fabric.utilities.seed import seed_everything as seed_everything
     from fabric.wrappers import is_wrapped as is_wrapped
 
@@ -19,6 +20,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "Fabric": "fabric.fabric",
         "is_wrapped": "fabric.wrappers",
+        "plan": "fabric.tools.plan.plan",
         "seed_everything": "fabric.utilities.seed",
     },
 )

@@ -78,6 +78,18 @@ _OF_DOCTOR = {
 }
 """Options of `fabric doctor`: default and help."""
 
+_OF_PLAN = {
+    "devices": ("1", "ranks of each machine; default: 1"),
+    "num_nodes": ("1", "machines; default: 1"),
+    "memory": (None, "of each device, with a unit: 80GB"),
+    "strategy": (None, '"ddp", "zero1,zero3", ...; default: all that the script may use'),
+    "precision": (None, '"32-true", "bf16-mixed", ...; default: the script\'s own and bf16-mixed'),
+    "batch_size": (None, "samples of a rank; default: the script's own"),
+    "bandwidth": (None, "of each rank, 400Gb/s or 50GB/s: adds lower bounds of a step's time"),
+    "flops": (None, "of each rank, operations per second, 400T: adds the same"),
+}
+"""Options of `fabric plan`: default and help."""
+
 _FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
     "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
@@ -98,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
             equivalent = _FOREIGN_OPTIONS.get(unknown[1])
             message += f". Write {equivalent}." if equivalent else f".{did_you_mean(unknown[1], known)}"
         if choice := re.search(r"invalid choice: '([^']+)'", message):
-            message += f".{did_you_mean(choice[1], ('run', 'check', 'consolidate'))}"
+            message += f".{did_you_mean(choice[1], _COMMANDS)}"
         super().error(message)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
     merge.add_argument("--force", action="store_true", help="replace the file if it exists, without asking")
     _add_doctor(commands)
-    for command in (run, check):
+    plan = _plan_parser(commands)
+    for command in (run, check, plan):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -190,6 +203,25 @@ def _add_doctor(commands: Any) -> None:
     for name, (default, text) in _OF_DOCTOR.items():
         doctor.add_argument(f"--{name}", default=default, metavar=name.upper(), help=text)
     doctor.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
+
+
+def _plan_parser(commands: Any) -> Any:
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory, traffic and the largest batch size by strategy",
+        description="Run two steps of a script in one process, as one of N ranks, and print what it needs.",
+        usage="fabric plan [options] (script.py | -m module) [arguments of the script]",
+        allow_abbrev=False,
+    )
+    for name, (default, text) in _OF_PLAN.items():
+        plan.add_argument(f"--{name.replace('_', '-')}", default=default, metavar="VALUE", help=text)
+    plan.add_argument("--fake", action="store_true", help="tensors without values: models need no memory")
+    plan.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
+    return plan
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return int(use_slice("plan").run_plan(options, _command_line(options)[1:]))
 
 
 def _versions() -> str:
@@ -382,7 +414,7 @@ def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> 
     print_line(f"{count * nodes} ranks, {count} of them on this machine")
 
 
-_COMMANDS = {"run": _run, "check": _check, "consolidate": _consolidate, "doctor": _doctor}
+_COMMANDS = {"run": _run, "check": _check, "consolidate": _consolidate, "doctor": _doctor, "plan": _plan}
 
 if __name__ == "__main__":
     sys.exit(main())

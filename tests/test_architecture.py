@@ -260,6 +260,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.testing": set(),
     "fabric.throughput": set(),
     "fabric.tools.doctor": set(),
+    "fabric.tools.plan": set(),
     "fabric.watchdog": {"fabric.guard"},
 }
 # Paths of Lightning Fabric: modules of two lines, which import what they name.

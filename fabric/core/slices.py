@@ -20,6 +20,7 @@ SLICES = {
     "iterable": "fabric.data.iterable.iterables",
     "latest": "fabric.checkpoint.latest.latest",
     "metrics": "fabric.metrics.sync",
+    "plan": "fabric.tools.plan.command",
     "preemption": "fabric.preemption.stopping",
     "profile": "fabric.profile.profile",
     "progress": "fabric.progress.progress",

@@ -6,11 +6,14 @@ import ast
 import copy
 import pickle
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import fabric
 from fabric.checkpoint.formats.sharded import _torch as sharded
@@ -30,7 +33,9 @@ from fabric.strategies.fsdp import _torch as fsdp
 from fabric.strategies.pipeline import _torch as pipeline
 from fabric.strategies.sharding import _torch as sharding
 from fabric.strategies.zero1 import _torch as zero1
+from fabric.testing import RankPool
 from fabric.testing import _torch as testing
+from fabric.tools.plan import _torch as plan
 from fabric.watchdog import _torch as watchdog
 
 if TYPE_CHECKING:
@@ -718,3 +723,50 @@ def test_layouts_and_memory_formats_are_named_as_descriptions_have_them() -> Non
     assert b"_MEM_FORMAT_ENCODING" in described
     assert sharded.layout_of("torch.strided") is torch.strided
     assert sharded.memory_format_of(0).name == "TORCH_CONTIGUOUS_FORMAT"
+
+
+def test_groups_have_names_and_requests_can_be_done():
+    """fabric plan: without them no strategy runs on a process group without other ranks."""
+    assert isinstance(plan.group_names(), dict)
+    assert plan.finished([torch.ones(1)]).wait()
+
+
+def as_an_accelerator() -> None:
+    kept = plan.behave_as_accelerator()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = torch.ones(2, 2, dtype=torch.bfloat16)
+        for name in plan.FP32[:3]:
+            assert getattr(torch, name)(low).dtype is torch.float32
+        assert torch.softmax(low, -1).dtype is torch.float32
+        assert torch.nn.functional.layer_norm(low, (2,)).dtype is torch.float32
+        assert (low @ low).dtype is torch.bfloat16
+    assert "sum" in plan.FP32_OUT
+    assert plan._in_float32("exp", False)(low).dtype is torch.float32
+    with plan.FakeTensorMode():
+        fake = torch.ones(2)
+        with plan.unset_fake_temporarily():
+            assert not isinstance(torch.ones(2), plan.FakeTensor)
+    assert isinstance(fake, plan.FakeTensor)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    with torch.profiler.profile() as found:
+        optimizer.step()
+    assert "aten::_foreach_sqrt" in {event.name for event in found.events()}
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(True)
+        yield
+
+    plan.around_propagation(context)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    assert (distribute_tensor(torch.ones(4), mesh) + 1).shape == (4,)
+    assert entered
+    del kept
+
+
+def test_the_host_behaves_as_an_accelerator():
+    """fabric plan: else peaks of optimizers and of mixed precision are those of the CPU."""
+    with RankPool(1) as pool:  # whose process ends with the patches
+        pool.run(as_an_accelerator, world_size=1)

@@ -1,0 +1,1 @@
+"""`fabric plan`: memory, traffic and the largest batch size of a training script, by strategy."""

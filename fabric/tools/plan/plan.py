@@ -1,0 +1,257 @@
+"""`fabric.plan`: which strategies fit into a device's memory, by running the loop as one of N ranks.
+
+What a case needs is counted by `simulate.py`; here cases are compared, and one is recommended.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.precision import parse_precision
+from fabric.strategies.registry import STRATEGY_REGISTRY
+from fabric.tools.plan.report import as_dict, as_text
+from fabric.tools.plan.simulate import Case, CaseResult, Run, SimulatedFabric, simulate
+from fabric.tools.plan.units import read_bandwidth, read_bytes, read_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+"""Compared by default, the fastest first; on several machines also hsdp, and the script's own."""
+_NAMES = {"fsdp": "zero3", "ddp_sharded": "zero2", "auto": "ddp", "single_device": "ddp"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of `fabric plan`, by their names."""
+
+    devices: int = 1
+    num_nodes: int = 1
+    memory: int | None = None
+    strategies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    batch_size: int | None = None
+    fake: bool = False
+    bandwidth: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One strategy with one precision: what a rank needs."""
+
+    strategy: str
+    precision: str
+    found: CaseResult
+    largest: int | None = None
+    """The largest batch size that fits; None: unknown."""
+    fits: bool = False
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one rank sends in a step."""
+        return sum(self.found.traffic.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Rows by strategy and precision, and the recommendation. `str(plan)` is the table."""
+
+    request: PlanRequest
+    rows: list[PlanRow]
+    own_precision: str
+
+    @property
+    def best(self) -> PlanRow | None:
+        """The first row that fits, those with the script's own precision first; None: nothing fits."""
+        rows = sorted(self.rows, key=lambda row: row.precision != self.own_precision)
+        return next((row for row in rows if row.fits), None)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON has it."""
+        return as_dict(self)
+
+
+def plan(
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    devices: int = 1,
+    memory: str | int | None = None,
+    num_nodes: int = 1,
+    strategy: str | list[str] | None = None,
+    precision: str | list[str] | None = None,
+    batch_size: int | None = None,
+    fake: bool = False,
+    bandwidth: str | None = None,
+    flops: str | None = None,
+) -> MemoryPlan:
+    """Predict the memory of a rank, the bytes that it sends and the largest batch, by strategy and precision.
+
+    Two steps run in forks of this process, on the host. Call it before `fabric.launch()`, with a model on the
+    CPU; the model and the optimizer stay as they are.
+
+    Args:
+        model: As for `fabric.setup`.
+        optimizer: Of its parameters.
+        batch: A batch as a loader gives it to one rank; its tensors have the samples along dim 0.
+        loss: Function (model, batch) that returns the loss. None: `model(batch)`, of a tuple the first
+            entry, of a dict `model(**batch)`; `.loss` of the output, or the mean of its first tensor.
+        devices: Ranks of each machine.
+        memory: Of each device: "80GB", or a number of bytes. None: nothing is said about what fits.
+        num_nodes: Machines.
+        strategy: Names; None: ddp, zero1, zero2, zero3, and with several machines hsdp.
+        precision: Names; None: "32-true" and "bf16-mixed".
+        batch_size: Samples of a rank; None: as in `batch`.
+        fake: Whether tensors have no values, and models need no memory.
+        bandwidth: Of each rank, "400Gb/s": adds a lower bound of the time of a step.
+        flops: Of each rank, "400T": as `bandwidth`.
+
+    Raises:
+        ConfigurationError: Unknown names, a size without a unit.
+        ArgumentTypeError: `model` is no module, or not on the CPU.
+        UsageError: No case could run; ranks have joined already.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "fabric.plan was called after ranks had joined. It needs a process of its own. Call it before "
+            "fabric.launch()."
+        )
+    if not isinstance(model, torch.nn.Module) or any([p.device.type != "cpu" for p in model.parameters()]):
+        what = f"a {type(model).__name__}" if not isinstance(model, torch.nn.Module) else "on a device"
+        raise ArgumentTypeError(
+            f"fabric.plan takes a torch module on the CPU, but got {what}. Call it before model.to(device)."
+        )
+    request = PlanRequest(
+        devices,
+        num_nodes,
+        memory if memory is None or isinstance(memory, int) else read_bytes(memory, "memory="),
+        listed(strategy),
+        listed(precision),
+        batch_size,
+        fake,
+        None if bandwidth is None else read_bandwidth(bandwidth),
+        None if flops is None else read_flops(flops),
+    )
+
+    def loop() -> None:
+        job = SimulatedFabric()
+        job.launch()
+        wrapped, stepped = job.setup(model, optimizer)
+        while True:
+            given = Run.current.deliver(batch)
+            stepped.zero_grad()
+            job.backward((loss or _loss)(wrapped, given))
+            stepped.step()
+
+    return make_plan(loop, request)
+
+
+def make_plan(loop: Callable[[], Any], request: PlanRequest) -> MemoryPlan:
+    """Return the plan of a loop, which makes a `fabric.Fabric` and trains.
+
+    Raises:
+        ConfigurationError: Unknown names.
+        UsageError: The loop could not run with any strategy.
+    """
+    _check(request)
+    case = Case(
+        request.devices,
+        request.num_nodes,
+        batch_size=request.batch_size,
+        fake=request.fake,
+        flops=request.flops is not None,
+    )
+    first = (request.strategies or STRATEGIES)[0]
+    one = simulate(case._replace(strategy=first), loop)
+    if one.error and not one.given:
+        raise UsageError(f"No step could be run: {one.error}")
+    own = one.given.get("precision", "32-true")
+    written = one.given.get("strategy", "auto")
+    strategies: list[str | None] = [*(request.strategies or STRATEGIES)]
+    if not request.strategies:
+        strategies += ["hsdp"] * (request.num_nodes > 1)
+        if _NAMES.get(written, written) not in strategies:
+            strategies.append(None)  # the script's own: tensor parallel, a pipeline, settings of its own
+    precisions = request.precisions or tuple(dict.fromkeys((own, "bf16-mixed")))
+    rows = []
+    for precision in precisions:
+        for strategy in strategies:
+            again = strategy == first and precision == own
+            chosen = case._replace(strategy=strategy, precision=precision)
+            found = one if again else simulate(chosen, loop)
+            rows.append(_row(strategy or written, precision, chosen, found, loop, request))
+    if all([row.found.error for row in rows]):
+        raise UsageError(f"No step could be run: {rows[0].found.error}")
+    return MemoryPlan(request, rows, own)
+
+
+def _row(
+    strategy: str, precision: str, case: Case, found: CaseResult, loop: Any, request: PlanRequest
+) -> PlanRow:
+    """Return the row of a case, with the largest batch size by a second run with another batch."""
+    if found.error or request.memory is None:
+        return PlanRow(strategy, precision, found)
+    fits = found.peak.bytes <= request.memory
+    rows = found.batch_size
+    if rows is None:
+        return PlanRow(strategy, precision, found, fits=fits)
+    other = simulate(case._replace(scale=0.5 if rows > 1 else 2.0, flops=False), loop)
+    largest = None if other.error else largest_batch(found, other, request.memory)
+    return PlanRow(strategy, precision, found, largest, fits)
+
+
+def largest_batch(one: CaseResult, other: CaseResult, memory: int) -> int:
+    """Return the most samples with which no moment of a step needs more than `memory`; 0: none.
+
+    Each moment is linear in the samples, by two runs. Where these allocated differently, their peaks are.
+    """
+    a, b = [torch.tensor(found.curve, dtype=torch.float64) for found in (one, other)]
+    first, second = [found.batch_size or 1 for found in (one, other)]
+    if len(a) != len(b):
+        a, b = a.max().view(1), b.max().view(1)
+    slope = (b - a) / (second - first)
+    grows = slope > 0
+    if (a[~grows] > memory).any():
+        return 0
+    room = first + (memory - a[grows]) / slope[grows]
+    return max(0, math.floor(room.min())) if len(room) else first
+
+
+def _check(request: PlanRequest) -> None:
+    for name in request.strategies:
+        STRATEGY_REGISTRY.get(name)  # raises for one that is unknown
+    for name in request.precisions:
+        parse_precision(name)
+    for option in ("devices", "num_nodes", "batch_size"):
+        value = getattr(request, option)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            text = f"{option}={value!r} must be a whole number, at least 1. Write {option}=8."
+            raise ConfigurationError(text)
+
+
+def listed(names: str | list[str] | None) -> tuple[str, ...]:
+    """Return names of a list, or of a str with commas."""
+    listed = names.split(",") if isinstance(names, str) else names or ()
+    return tuple([name.strip() for name in listed])
+
+
+def _loss(model: Any, batch: Any) -> torch.Tensor:
+    given = batch[0] if isinstance(batch, tuple | list) else batch
+    output = model(**given) if isinstance(given, dict) else model(given)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        first = output[0] if isinstance(output, tuple | list) else output
+        loss = first.float().mean()
+    return loss  # type: ignore[no-any-return]

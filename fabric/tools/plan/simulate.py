@@ -1,0 +1,346 @@
+"""Runs a training loop as rank zero of N ranks that do not exist, for two steps, and counts its memory.
+
+Each case (a strategy, a precision, a batch size) runs in a fork of this process, with the real strategy; the
+parent has run no backward pass before. Called by `plan.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+import warnings
+from array import array
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import FlopCounterMode
+
+from fabric.core._torch import is_fsdp
+from fabric.core.source import is_user_code
+from fabric.core.tree import flatten, map_tree
+from fabric.data.loader import _FabricDataLoader
+from fabric.fabric import Fabric
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from fabric.precision.precision import Precision
+from fabric.tools.plan import mirror
+from fabric.tools.plan._torch import around_propagation, behave_as_accelerator
+from fabric.tools.plan.fake import NO_VALUES, FakeTensors
+from fabric.tools.plan.memory import FORWARD, MemoryTracker, Peak
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+STEPS = 2
+_LOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn.functional",
+    "torch.distributed.tensor.parallel",
+    "fabric.strategies.ddp.strategy",
+    "fabric.strategies.fsdp.strategy",
+    "fabric.strategies.zero1.strategy",
+)
+"""Imported before the first fork: each case would import them again."""
+
+
+_ADVICE = {
+    "CUDA": ' The plan runs on the host. Write fabric.device and fabric.to_device(x) in place of "cuda".',
+    "DataDependent": f" With --fake, {NO_VALUES}.",
+    "unpack requires a buffer": " Stages of a pipeline send each other shapes, which one rank alone does not "
+    "know. Measure it: torch.cuda.max_memory_allocated() on each rank.",
+}
+"""Parts of errors, and what to write."""
+
+
+class Case(NamedTuple):
+    """The settings of one simulated rank. None: as the script says."""
+
+    ranks: int
+    nodes: int = 1
+    strategy: str | None = None
+    precision: str | None = None
+    batch_size: int | None = None
+    scale: float = 1.0
+    """By which each batch is made larger or smaller."""
+    fake: bool = False
+    flops: bool = False
+
+
+@dataclass
+class CaseResult:
+    """The needs of a case, or the error that ended it."""
+
+    error: str = ""
+    steps: int = 0
+    curve: array[int] = field(default_factory=lambda: array("q"))
+    peak: Peak = field(default_factory=lambda: Peak(0, {}, {}))
+    traffic: dict[str, int] = field(default_factory=dict)
+    """Bytes that one rank sends in a step, by kind of collective."""
+    flops: int = 0
+    batch_size: int | None = None
+    given: dict[str, str] = field(default_factory=dict)
+    """The strategy and the precision that the script writes."""
+    blocks: dict[str, int] = field(default_factory=dict)
+    """Classes of repeated modules, and how many there are."""
+    optimizers: list[str] = field(default_factory=list)
+
+
+def simulate(case: Case, loop: Callable[[], Any]) -> CaseResult:
+    """Return what `loop` needs, run in a fork of this process until it has made two steps."""
+    for name in _LOADED:
+        with suppress(ImportError):  # a strategy whose folder was deleted
+            import_module(name)
+    reads, writes = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of them
+        child = os.fork()
+    if child == 0:
+        os.close(reads)
+        try:
+            _quiet()
+            Run(case, writes).train(loop)
+        finally:
+            os._exit(1)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        answer = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if answer:
+        found: CaseResult = pickle.loads(answer)  # of our own child
+        return found
+    return CaseResult(
+        f"The script ended its process with exit code {code}. Let it run two steps of an optimizer."
+    )
+
+
+def _quiet() -> None:
+    """Send what the script prints elsewhere: it would be printed once for each case."""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    warnings.simplefilter("ignore")
+
+
+class Run:
+    """The state of one simulated rank, from its first line to its last step."""
+
+    current: ClassVar[Run]
+
+    def __init__(self, case: Case, pipe: int) -> None:
+        self.case, self.found, self.pipe = case, CaseResult(), pipe
+        self.fake = FakeTensors() if case.fake else None
+        self.tracker = MemoryTracker(self.fake and self.fake.mode)
+        self.tracker.counting = False
+        self.begun = False
+        self.steps: Counter[int] = Counter()
+        self.ratio = case.scale
+        self.roots: set[Any] = set()
+        self.blocks: dict[Any, str] = {}
+        self.flops = FlopCounterMode(display=False) if case.flops else None
+        self.before: dict[str, int] = {}
+        """Bytes sent when the first step ended."""
+        self.flops_before = 0
+        Run.current = self
+
+    def train(self, loop: Callable[[], Any]) -> None:
+        """Run the loop, and report what it needed or how it ended."""
+        torch.set_num_threads(1)  # threads of OpenMP do not outlive a fork
+        kept = behave_as_accelerator()
+        around_propagation(self.tracker.paused)
+        mirror.join(self.case.ranks, self.case.nodes, self.case.fake)
+        for name in ("fabric", "fabric.fabric"):  # where scripts take it from
+            vars(sys.modules[name])["Fabric"] = SimulatedFabric
+        register_optimizer_step_post_hook(self._stepped)
+        register_module_forward_pre_hook(self._forward_begins)
+        register_module_forward_hook(self._forward_ends)
+        try:
+            with self.tracker:
+                loop()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self.found.error = _described(error)
+        del kept
+        self.finish()
+
+    def finish(self) -> NoReturn:
+        """Send what was found to the parent, and end this process without running anything more."""
+        self.tracker.counting = False
+        found = self.found
+        found.steps = max(self.steps.values(), default=0)
+        if not found.error and not found.steps:
+            found.error = (
+                "The script ended without a step of an optimizer. Call optimizer.step() in the loop, or give "
+                "it arguments with which it makes two steps."
+            )
+        if not found.error:
+            found.curve, found.peak = self.tracker.curve(), self.tracker.peak()
+            found.traffic = dict(mirror.TRAFFIC - Counter(self.before))
+            if self.flops is not None:
+                found.flops = self.flops.get_total_flops() - self.flops_before
+            found.blocks = dict(Counter(self.blocks.values()))
+        with os.fdopen(self.pipe, "wb") as pipe:
+            pickle.dump(found, pipe)
+        os._exit(0)
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `Fabric` for this case, in place of the script's."""
+        case, plugins = self.case, given.get("plugins") or []
+        strategy = given.get("strategy", "auto")
+        self.found.given["strategy"] = strategy if isinstance(strategy, str) else type(strategy).__name__
+        listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        dropped = (ClusterEnvironment, Precision) if case.precision else (ClusterEnvironment,)
+        if getattr(strategy, "cluster_environment", None) is not None:
+            strategy.cluster_environment = None
+        callbacks = given.get("callbacks") or []
+        return {
+            **given,
+            "accelerator": "cpu",
+            "devices": case.ranks,
+            "num_nodes": case.nodes,
+            "strategy": case.strategy or strategy,
+            "precision": case.precision or given.get("precision"),
+            "plugins": [one for one in listed if not isinstance(one, dropped)],
+            "callbacks": [*(callbacks if isinstance(callbacks, list) else [callbacks]), self],
+        }
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Count what the setup of a model allocates."""
+        self.count(True)
+        try:
+            yield
+        finally:
+            self.count(self.begun)
+
+    def count(self, on: bool) -> None:
+        """Count from now on what operations allocate, as the device does; or no more: the host works."""
+        if self.fake is not None and on != self.tracker.counting:
+            if on:
+                self.fake.mode.__enter__()
+            else:
+                self.fake.mode.__exit__(None, None, None)
+        self.tracker.counting = on
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Count what a set-up model holds, and note its repeated modules."""
+        plain = module.module
+        self.roots.add(plain)
+        self.tracker.hold([*plain.parameters(), *plain.buffers()], "parameters")
+        classes = Counter(
+            type(part)
+            for parent in plain.modules()
+            if isinstance(parent, torch.nn.ModuleList | torch.nn.Sequential)
+            for part in parent.children()
+            if next(part.children(), None) is not None
+        )
+        for part in plain.modules():
+            if classes[type(part)] > 1:
+                plain_class = type(part).__bases__[1] if is_fsdp(part) else type(part)
+                self.blocks[part] = plain_class.__name__
+
+    def deliver(self, batch: Any) -> Any:
+        """Return a batch for the loop, with as many rows as the case says; ends the run after two steps."""
+        self._look()
+        tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        rows = len(tensors[0]) if tensors else 0
+        if rows and self.found.batch_size is None:
+            wanted = self.case.batch_size or rows
+            self.ratio = max(1, round(wanted * self.case.scale)) / rows
+            self.found.batch_size = round(rows * self.ratio)
+        places = torch.arange(max(1, round(rows * self.ratio))) % max(rows, 1)
+        batch = map_tree(lambda leaf: _on_device(leaf, rows, places), batch)
+        if self.fake is not None:
+            batch = map_tree(self.fake.of, batch)
+        self._begin()
+        self.tracker.hold(flatten(batch)[0], "activations")
+        return batch
+
+    def _look(self) -> None:
+        if self.steps and min(self.steps.values()) >= STEPS:
+            self.finish()
+
+    def _begin(self) -> None:
+        self.count(True)
+        if not self.begun:
+            self.begun = True
+            self.tracker.begin = max(0, len(self.tracker.deltas) - 1)
+            if self.flops is not None:
+                self.flops.__enter__()
+
+    def _forward_begins(self, module: Any, _: Any) -> None:
+        if module in self.roots:
+            self._look()
+            self._begin()
+        elif module in self.blocks and self.tracker.phase() == FORWARD:
+            self.tracker.block = self.blocks[module]
+
+    def _forward_ends(self, module: Any, _: Any, output: Any) -> None:
+        if module in self.blocks:
+            self.tracker.leave(output)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self.steps[id(optimizer)] += 1
+        if len(self.steps) == 1 and self.steps[id(optimizer)] == 1:
+            self.before = dict(mirror.TRAFFIC)
+            self.flops_before = 0 if self.flops is None else self.flops.get_total_flops()
+            self.found.optimizers.append(type(optimizer).__name__)
+
+
+def _on_device(leaf: Any, rows: int, places: torch.Tensor) -> Any:
+    """Return a copy, as on a device, of the samples at `places`; what else a batch holds stays."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf[places] if leaf.dim() and len(leaf) == rows else leaf.clone()
+
+
+def _described(error: BaseException) -> str:
+    """Return the error with the last line of the user's code, and what to write."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    kind, text = type(error).__name__, str(error).strip().rstrip(".")
+    advice = next((advice for part, advice in _ADVICE.items() if part in f"{kind} {text}"), "")
+    return f"{kind}: {text}{place}.{advice}"
+
+
+class SimulatedFabric(Fabric):
+    """The user's `Fabric`, as rank zero of the ranks of a case."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**Run.current.arguments(given))
+        Run.current.found.given["precision"] = self.strategy.precision.precision
+
+    def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Set up, and count what this allocates."""
+        with Run.current.setting_up():
+            if Run.current.fake is not None:
+                Run.current.fake.convert(*args)
+            return super().setup(*args, **kwargs)
+
+    def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
+        """Set up loaders that are not divided over ranks: there may be too few samples for two steps."""
+        made = super().setup_dataloaders(*dataloaders, **{**kwargs, "use_distributed_sampler": False})
+        for loader in [made] if len(dataloaders) == 1 else made:
+            loader.__class__ = _SimulatedLoader
+        return made
+
+
+class _SimulatedLoader(_FabricDataLoader):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        run = Run.current
+        run.count(False)
+        for batch in super().__iter__():
+            yield run.deliver(batch)
+            run.count(False)
+        run.count(run.begun)
