@@ -306,25 +306,27 @@ def warn_of_no_logger() -> None:
     )
 
 
-def check_state(path: Any, state: Any, strict: Any, verb: str) -> None:
-    """Raise unless a path, a state and `strict` are of the right kinds.
+def check_path(path: Any, verb: str) -> None:
+    """Raise ConfigurationError if a path is empty."""
+    if not str(path):
+        raise ConfigurationError(f'{verb}: the path is empty. Write {verb}("checkpoint.pt", state).')
+
+
+def check_load(path: Any, state: Any, strict: Any) -> None:
+    """Raise unless the arguments of `load` are of the right kinds.
 
     Raises:
         ArgumentTypeError: One of them is not.
         ConfigurationError: The path is empty.
     """
-    if not str(path):
-        raise ConfigurationError(
-            f'{verb}: the path is empty. Write for example {verb}("checkpoint.pt", state).'
-        )
+    check_path(path, "fabric.load")
     if state is not None and not isinstance(state, Mapping):
         raise ArgumentTypeError(
-            f"{verb} needs a dictionary, but got {type(unwrap(state)).__name__}. Write "
-            f'{verb}(path, {{"model": model}})'
-            + (", or fabric.load_raw(path, model) for a bare state dict." if verb == "fabric.load" else ".")
+            f"fabric.load needs a dictionary, but got {type(unwrap(state)).__name__}. Write "
+            'fabric.load(path, {"model": model}), or fabric.load_raw(path, model) for a bare state dict.'
         )
     if not isinstance(strict, bool):
-        raise ArgumentTypeError(f"{verb}: strict={strict!r} must be True or False.")
+        raise ArgumentTypeError(f"fabric.load: strict={strict!r} must be True or False.")
 
 
 def check_clipped(module: Any, optimizer: Any, others: Iterable[Module]) -> None:

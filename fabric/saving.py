@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.checks import check_state
+from fabric.checks import check_load, check_path
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.slices import use_slice
 from fabric.facts import RankFacts
@@ -64,7 +64,7 @@ class CheckpointVerbs(RankFacts):
             OSError: It cannot be written (a RankError on ranks whose own write succeeded).
         """
         self._require_launch("save()")
-        check_state(path, state, True, "fabric.save")
+        check_path(path, "fabric.save")
         options: dict[str, Any] = {} if format is None else {"format": format}
         if not wait:
             options["wait"] = False
@@ -103,7 +103,7 @@ class CheckpointVerbs(RankFacts):
             UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
         """
         self._require_launch("load()")
-        check_state(path, state, strict, "fabric.load")
+        check_load(path, state, strict)
         return self._strategy.load_checkpoint(path, state, strict, weights_only)
 
     def load_raw(

@@ -157,7 +157,7 @@ def test_arguments_of_save_and_load(fabric, tmp_path):
     fabric.save(file, {"model": model})
     for call, error, text in (
         (lambda: fabric.load(file, model), ArgumentTypeError, "got Linear. Write fabric.load(path, {"),
-        (lambda: fabric.save(file, model), ArgumentTypeError, "got Linear. Write fabric.save(path, {"),
+        (lambda: fabric.save(file, model), ArgumentTypeError, "needs a dictionary, but state is a "),
         (lambda: fabric.load(file, {"model": model}, strict="no"), ArgumentTypeError, "strict='no' must be"),
         (lambda: fabric.load("", {"model": model}), ConfigurationError, "the path is empty"),
         (lambda: fabric.save("", {"model": model}), ConfigurationError, "the path is empty"),

@@ -566,7 +566,7 @@ def test_consolidate_what_has_no_model_or_several(fabric, tmp_path, capsys):
         ({"net": net(), "part": {"w": torch.ones(1), "i": 1}}, 2, "has ['net', 'part']. Write state ="),
     ]:
         fabric.save(tmp_path / "c", state, format="sharded")
-        assert main(["consolidate", str(tmp_path / "c"), "--output", output]) == code
+        assert main(["consolidate", str(tmp_path / "c"), "--output", output, "--force"]) == code
         assert text in capsys.readouterr().err
 
 

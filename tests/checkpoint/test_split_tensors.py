@@ -203,7 +203,7 @@ def mixed(case: str) -> None:
         rf"computes \({here}\d+\) with a tensor that is split over ranks, .*mixed torch\.Tensor and DTensor"
     )
     if case == "tensor parallel":
-        with pytest.raises(UsageError, match=rf"forward of Ones {said}.*leave use_local_output=False out"):
+        with pytest.raises(UsageError, match=rf"forward of Ones {said}.*remove use_local_output=False"):
             model(x)
     elif case == "forward":
         with pytest.raises(UsageError, match=rf"forward of Mixing {said}.*If it is a parameter of a layer"):
@@ -212,7 +212,9 @@ def mixed(case: str) -> None:
         with pytest.raises(UsageError, match=rf"Mixing\.other {said}.*mark_forward_method\('other'\)"):
             model.other(x)
         model.mark_forward_method("other")
-        with pytest.raises(UsageError, match=rf"Mixing\.other {said}.*If it belongs .*auto_wrap_policy"):
+        with pytest.raises(
+            UsageError, match=rf"Mixing\.other {said}.*If it is a parameter of a layer.*auto_wrap_policy"
+        ):
             model.other(x)
     else:
         with pytest.raises(UsageError, match=rf"forward of Mixing {said}.*\.full_tensor\(\) on it, on all"):
