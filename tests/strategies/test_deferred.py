@@ -115,7 +115,7 @@ def test_values_and_draws_are_those_of_a_plain_construction(name, dtype):
         state = torch.get_rng_state()
         for (key, want), got in zip(plain.named_parameters(), empty.parameters(), strict=True):
             assert got.is_meta, key
-            assert deferred.knows(got), key
+            assert deferred.has_values(got), key
             assert torch.equal(deferred.make(got), want), key
         for (key, want), got in zip(plain.named_buffers(), empty.buffers(), strict=True):
             assert torch.equal(got, want), key
@@ -219,7 +219,7 @@ def test_what_is_never_initialised_is_not_known():
     with deferred:
         weight = nn.Parameter(torch.empty(3))
     assert weight.is_meta
-    assert not deferred.knows(weight)
+    assert not deferred.has_values(weight)
 
 
 def test_a_part_of_a_tensor_is_made_by_itself():
