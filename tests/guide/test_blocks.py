@@ -1,0 +1,118 @@
+"""Every Python block of `docs/` is a complete program: it runs on 2 ranks and on 1, and prints what its page shows."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(
+    r"(?:<!-- test: (?P<settings>[^>]*) -->\n)?```python[^\n]*\n(?P<code>.*?)^```\n"
+    r"(?:\n(?:(?!```)[^\n#|]+:\n\n)?```text\n(?P<text>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Program(NamedTuple):
+    """A block: where it is, what it prints, and what a comment before it says to the test.
+
+    `ranks=2` (or `ranks=1 2 4`): the numbers of ranks, instead of 2 and 1. `slow`: too long for the default suite.
+    `script`: as a program of its own, in a slow test. `errors`: the text is the error that it raises.
+    """
+
+    page: str
+    line: int
+    code: str
+    printed: str | None
+    settings: str
+
+
+def programs() -> list[Program]:
+    found = []
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        page = path.read_text()
+        for match in FENCE.finditer(page):
+            line = page[: match.start("code")].count("\n") + 1
+            place = path.relative_to(ROOT).as_posix()
+            found.append(Program(place, line, match["code"], match["text"], match["settings"] or ""))
+    return found
+
+
+def cases() -> list:
+    return [*parameters()]
+
+
+def parameters():
+    for program in programs():
+        worlds = re.findall(r"ranks=([\d ]+)", program.settings)
+        for world in map(int, worlds[0].split() if worlds else ("2", "1")):
+            slow = [pytest.mark.slow] if "script" in program.settings or world > 2 else []
+            yield pytest.param(program, world, marks=slow, id=f"{program.page}:{program.line}-{world}")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def run_program(code: str) -> str:
+    """Run the program on this rank as `train.py`; return what it prints."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    environ = dict(os.environ)  # seed_everything and imports of scikit-learn leave variables
+    names = {"__name__": "__main__", "__file__": "train.py"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "train.py", "exec"), names)
+    if "saving" in names:
+        names["saving"].wait()
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, handler in handlers.items():  # should_stop handles signals to the end of the process
+        signal.signal(number, handler)
+    return printed.getvalue()
+
+
+def run_script(code: str) -> str:
+    """Run the program by `python train.py`; return what it prints."""
+    Path("train.py").write_text(code)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=300, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("program", "world"), cases())
+def test_a_program_runs_and_prints_what_its_page_shows(program, world, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.sub(r"\bdevices=\d+", f"devices={world}", program.code)
+    if "script" in program.settings:
+        assert run_script(code) == program.printed
+        return
+    if "errors" in program.settings:
+        (error, *_) = ranks.run_expecting_errors(run_program, code, world_size=world)
+        assert program.printed is not None
+        assert one_line(program.printed) in one_line(f"{type(error).__name__}: {error}")
+        return
+    printed = ranks.run(run_program, code, world_size=world)
+    if program.printed is not None:
+        assert printed[0] == program.printed
+
+
+def test_a_broken_program_is_found(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = next(one for one in programs() if "fabric.backward(" in one.code)
+    with pytest.raises(Exception, match="has no attribute 'backwards'"):
+        ranks.run(
+            run_program, program.code.replace("fabric.backward(", "fabric.backwards("), world_size=2
+        )
+
+
+def test_programs_are_complete():
+    without = [f"{one.page}:{one.line}" for one in programs() if "import " not in one.code]
+    assert without == []
+    assert len(programs()) > 20
