@@ -84,6 +84,11 @@ def of(*languages: str) -> list:
     return [block for block in blocks() if block.language in languages]
 
 
+def fragments() -> list:
+    """Python blocks that are not whole programs; those of `docs/` are, and tests/guide runs them."""
+    return [block for block in of("python") if not block.page.startswith("docs/")]
+
+
 def test_every_block_says_what_it_is():
     bare = [label(block) for block in of("")]
     assert bare == [], "tag it python or diff, which are run, or text or console"
@@ -93,7 +98,7 @@ def test_every_block_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in of("python") if "\ndef test_" not in block.code], ids=label
+    "block", [block for block in fragments() if "\ndef test_" not in block.code], ids=label
 )
 def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
     if "huggingface_hub" in block.code:
@@ -103,7 +108,7 @@ def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
     ranks.run(run_block, preamble(block), block.code, block.page, block.line, world_size=world_size)
 
 
-@pytest.mark.parametrize("block", [block for block in of("python") if "\ndef test_" in block.code], ids=label)
+@pytest.mark.parametrize("block", [block for block in fragments() if "\ndef test_" in block.code], ids=label)
 def test_the_tests_of_a_page_pass(block, tmp_path):
     (tmp_path / "test_it.py").write_text("import torch\nfrom fabric import Fabric\n" + block.code)
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
@@ -113,7 +118,7 @@ def test_the_tests_of_a_page_pass(block, tmp_path):
 
 def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = [block for block in of("python") if "fabric.save(" in block.code]
+    blocks = [block for block in fragments() if "fabric.save(" in block.code]
     block = next(block for block in blocks if "huggingface_hub" not in block.code)
     with pytest.raises(Exception, match="has no attribute 'safe'"):
         ranks.run(
@@ -126,8 +131,13 @@ def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("block", of("diff"), ids=label)
-def test_both_sides_of_a_diff_print_the_same_numbers(block, tmp_path):
+DIFFS = [(block, 2) for block in of("diff")]
+DIFFS += [(block, count) for block, _ in DIFFS if block.page == "docs/migrate/ddp.md" for count in (1, 4)]
+"""Two programs, two lives each, take a minute on a busy machine: one page runs on 1 and 4 processes, too."""
+
+
+@pytest.mark.parametrize(("block", "processes"), DIFFS, ids=[f"{label(one)}-{count}" for one, count in DIFFS])
+def test_both_sides_of_a_diff_print_the_same_numbers(block, processes, tmp_path):
     """Each side is a program, as it is shown; to the last digit.
 
     A side that needs a package which is not installed is left out; tests/integrations/deepspeed has it.
@@ -137,9 +147,11 @@ def test_both_sides_of_a_diff_print_the_same_numbers(block, tmp_path):
     numbers = {}
     for sign, program in sides(block.code).items():
         package = re.search(r"^from (accelerate|lightning)\b", program, re.MULTILINE)
+        folder = tmp_path / ("left" if sign == "-" else "right")
         if not package or find_spec(package[1]):
-            numbers[sign] = lives_of(program, tmp_path / ("left" if sign == "-" else "right"))
+            numbers[sign] = lives_of(program, folder, processes)
             assert len(numbers[sign]) == (1 if block.page == "README.md" else 4)
         if package and package[1] == "lightning":  # the import is the whole migration
-            numbers["import"] = lives_of(program.replace("lightning.fabric", "fabric"), tmp_path / "import")
+            program = program.replace("lightning.fabric", "fabric")
+            numbers["import"] = lives_of(program, tmp_path / "import", processes)
     assert numbers == dict.fromkeys(numbers, numbers["+"])
