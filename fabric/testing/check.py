@@ -22,7 +22,7 @@ import torch
 from fabric.core.messages import say
 from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
 
-PAGE = "fabric/data/README.md"
+PAGE = "docs/how-to/accumulate.md"
 SHOWN_EVERY, SECONDS_TO_END = 20.0, 10.0
 """Seconds between two lines of progress; that a run has to end by itself."""
 TOLERANCE, NOISE = 1e-3, 1e-2

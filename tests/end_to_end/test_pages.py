@@ -41,10 +41,6 @@ torch.manual_seed(0)
 model, loss_fn, step, epochs, accumulate = Transformer(), F.mse_loss, 3, 1, 2
 loader = DataLoader(TensorDataset(torch.randn(16, 8, 16), torch.randn(16, 8, 16)), batch_size=8)
 """
-TOKENS = """
-model = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16))
-loader = DataLoader(TensorDataset(*torch.randint(16, (2, 16, 8))), batch_size=2)
-"""
 READY = """
 fabric = Fabric(devices=2)
 fabric.launch()
@@ -57,7 +53,7 @@ state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": fabric
 
 def preamble(block) -> str:
     """What stands before a python block: data and a model, set up unless the block does so itself."""
-    given = GIVEN + TOKENS * (block.page == "fabric/data/README.md")
+    given = GIVEN
     return given + (
         "optimizer = torch.optim.AdamW(model.parameters())\n" if "Fabric(" in block.code else READY
     )
