@@ -12,8 +12,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "fabric/**/*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md", "tests/**/*.md")
-    for path in ROOT.glob(pattern)
+    for pattern in ("*", "fabric/**/*", "docs/**/*", "examples/*", "benchmarks/*", "tests/**/*")
+    for path in ROOT.glob(f"{pattern}.md")
 )
 
 

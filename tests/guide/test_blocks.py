@@ -1,4 +1,4 @@
-"""Every Python block of `docs/` is a complete program: it runs on 2 ranks and on 1, and prints what its page shows."""
+"""Every Python block of `docs/` is a complete program: it runs on ranks, and prints what its page shows."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
     r"(?:<!-- test: (?P<settings>[^>]*) -->\n)?```python[^\n]*\n(?P<code>.*?)^```\n"
-    r"(?:\n(?:(?!```)[^\n#|]+:\n\n)?```text\n(?P<text>.*?)^```\n)?",
+    r"(?:\n(?:(?P<said>(?!```)[^\n#|]+):\n\n)?```text\n(?P<text>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -23,7 +23,8 @@ FENCE = re.compile(
 class Program(NamedTuple):
     """A block: where it is, what it prints, and what a comment before it says to the test.
 
-    `ranks=2` (or `ranks=1 2 4`): the numbers of ranks, instead of 2 and 1. `slow`: too long for the default suite.
+    The sentence before the output names the numbers of ranks ("on 1, 2 and 4 processes"), or the comment does
+    (`ranks=2`); else they are 2 and 1.
     `script`: as a program of its own, in a slow test. `errors`: the text is the error that it raises.
     """
 
@@ -32,6 +33,7 @@ class Program(NamedTuple):
     code: str
     printed: str | None
     settings: str
+    worlds: list[int]
 
 
 def programs() -> list[Program]:
@@ -41,7 +43,11 @@ def programs() -> list[Program]:
         for match in FENCE.finditer(page):
             line = page[: match.start("code")].count("\n") + 1
             place = path.relative_to(ROOT).as_posix()
-            found.append(Program(place, line, match["code"], match["text"], match["settings"] or ""))
+            settings = match["settings"] or ""
+            named = re.findall(r"ranks=([\d ]+)", settings)
+            named += re.findall(r"on (\d[\d, and]*) processes", match["said"] or "")
+            worlds = [int(number) for number in re.findall(r"\d+", (named or ["2 1"])[0])]
+            found.append(Program(place, line, match["code"], match["text"], settings, worlds))
     return found
 
 
@@ -51,8 +57,7 @@ def cases() -> list:
 
 def parameters():
     for program in programs():
-        worlds = re.findall(r"ranks=([\d ]+)", program.settings)
-        for world in map(int, worlds[0].split() if worlds else ("2", "1")):
+        for world in program.worlds:
             slow = [pytest.mark.slow] if "script" in program.settings or world > 2 else []
             yield pytest.param(program, world, marks=slow, id=f"{program.page}:{program.line}-{world}")
 
@@ -63,7 +68,8 @@ def one_line(text: str) -> str:
 
 def run_program(code: str) -> str:
     """Run the program on this rank as `train.py`; return what it prints."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    handled = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in handled}
     environ = dict(os.environ)  # seed_everything and imports of scikit-learn leave variables
     names = {"__name__": "__main__", "__file__": "train.py"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -80,8 +86,8 @@ def run_program(code: str) -> str:
 def run_script(code: str) -> str:
     """Run the program by `python train.py`; return what it prints."""
     Path("train.py").write_text(code)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, timeout=300, env=environ)
+    settings = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 300}
+    done = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -107,9 +113,7 @@ def test_a_broken_program_is_found(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = next(one for one in programs() if "fabric.backward(" in one.code)
     with pytest.raises(Exception, match="has no attribute 'backwards'"):
-        ranks.run(
-            run_program, program.code.replace("fabric.backward(", "fabric.backwards("), world_size=2
-        )
+        ranks.run(run_program, program.code.replace("fabric.backward(", "fabric.backwards("), world_size=2)
 
 
 def test_programs_are_complete():

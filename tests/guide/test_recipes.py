@@ -35,7 +35,8 @@ def test_a_run_that_is_started_again_prints_what_an_undisturbed_one_prints(
     (undisturbed, *_) = ranks.run(run_program, code, world_size=world)
     (tmp_path / "last.pt").unlink()
     step = '        state["step"] += 1\n'
-    stopped = code.replace(step, step + '        if state["step"] == 13:\n            raise SystemError("killed")\n')
+    killed = '        if state["step"] == 13:\n            raise SystemError("killed")\n'
+    stopped = code.replace(step, step + killed)
     assert stopped != code
     errors = ranks.run_expecting_errors(run_program, stopped, world_size=world)
     assert [str(error) for error in errors] == ["killed"] * world

@@ -1,4 +1,4 @@
-"""What a machine can check of `docs/`: links, anchors, sizes, questions, the reference, and images that are drawn."""
+"""What a machine can check of `docs/`: links, anchors, sizes, questions, the reference and images."""
 
 import argparse
 import importlib.util
