@@ -14,13 +14,14 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
+.PHONY: docs demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    the same loop on 2 processes and on 1, side by side"
 	@echo "make test    lint, types and the tests but for the slow ones"
-	@echo "make test-all   those, whole jobs under every launcher (slow), make test-device and make test-engines"
+	@echo "make test-all   those, make docs, whole jobs under every launcher (slow), make test-device and make test-engines"
+	@echo "make docs    these pages as a site: site/index.html (needs no torch)"
 	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
@@ -34,7 +35,7 @@ demo: $(VENV)/.examples
 
 test: lint types tests
 
-test-all: test slow-tests test-device test-engines
+test-all: test docs slow-tests test-device test-engines
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -82,11 +83,21 @@ TORCH_VERSIONS ?= 2.9.1 2.15.0
 test-torch:
 	@WORKERS="$(WORKERS)" $(PYTHON) tests/torch_versions.py $(TORCH_VERSIONS)
 
+# The pages of docs/ as a site, in an environment of its own, which needs no torch. A warning is an error.
+docs:
+	@test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && \
+		.venv-docs/bin/python -m pip -qq --disable-pip-version-check --no-input install $(DOCS); }
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) .venv-engines .venv-pythons .venv-torch
+	rm -rf $(VENV) .venv-docs .venv-engines .venv-pythons .venv-torch site
+
+# The extra `docs` without the package itself and its torch.
+DOCS := "mkdocs>=1.6" "mkdocs-material>=9.5" "mkdocstrings[python]>=0.27" ruff
 
 # Stamps: a step runs again only when what it was made from has changed.
 $(VENV)/.made:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "fabric/**/*.md", "examples/*.md", "benchmarks/*.md", "tests/**/*.md")
-    for path in ROOT.glob(pattern)
+    for pattern in ("*", "fabric/**/*", "docs/**/*", "examples/*", "benchmarks/*", "tests/**/*")
+    for path in ROOT.glob(f"{pattern}.md")
 )
 
 
@@ -50,14 +50,16 @@ def sides_of_readme() -> dict[str, str]:
     return sides(diff.code)
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 """On a port of its own: tests of other processes have theirs."""
 
 
-def lives_of(program: str, folder: Path) -> list[float]:
+def lives_of(program: str, folder: Path, processes: int = 2) -> list[float]:
     """The numbers that a program prints, interrupted after half of its epochs and started again."""
     folder.mkdir()
-    launcher = TORCHRUN if re.search("init_process_group|Accelerator|deepspeed.init", program) else []
+    program = program.replace("devices=2", f"devices={processes}")
+    by_hand = re.search("init_process_group|Accelerator|deepspeed.init", program)
+    launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if by_hand else []
     settings = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     printed = ""
     for life in ["epochs = 2", "epochs = 4"] if "epochs = 4" in program else [""]:

@@ -257,3 +257,38 @@ def test_sentences_are_short():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PACKAGE.rglob("*.md")]
     found = [f"{page}: {one}" for page in pages for one in long_sentences(page.read_text())]
     assert len(found) <= MOST_LONG_IN_PAGES, "\n".join(found)
+
+
+# Words that only this project uses, or uses in another sense than the field: no page of `docs/` has them.
+PRIVATE = re.compile(
+    r"\b(dealt out|takes? part|goes on|go on|rides?|is told|tells|whoever|those that|of which|to the bit|"
+    r"has begun|pretend|stands? still|where it was|what it has|gives? back|is no \w+ than)\b"
+)
+
+
+def guide() -> list[tuple[str, str]]:
+    """(page, text without code) of the README and of each page of `docs/`."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    code = re.compile(r"```[\s\S]*?```|`[^`\n]*`|\]\([^)]*\)")
+    return [(page.relative_to(ROOT).as_posix(), code.sub("x", page.read_text())) for page in pages]
+
+
+def test_pages_for_users_have_short_sentences_and_words_of_the_field():
+    found = [f"{page}: {word[0]}" for page, text in guide() for word in PRIVATE.finditer(text)]
+    assert found == []
+    prose = [(page, re.sub(r"^\|.*$|^#.*$", "\n", text, flags=re.MULTILINE)) for page, text in guide()]
+    sentences = [(page, one) for page, text in prose for one in re.split(r"(?<=[.:;?!])\s+|\n\s*\n", text)]
+    long = [f"{page}: {one}" for page, one in sentences if len(re.findall(r"\w+", one)) > LONGEST_SENTENCE]
+    assert len(long) <= len(sentences) / 100, "\n".join(long)
+
+
+def test_a_table_cell_of_a_page_is_one_sentence():
+    cells = [
+        (page, cell.strip())
+        for page, text in guide()
+        for row in re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+        for cell in re.split(r"(?<!\\)\|", row)
+    ]
+    found = [f"{page}: {cell}" for page, cell in cells if re.search(r"[.!?] +[A-Z]", cell)]
+    found += [f"{page}: {cell}" for page, cell in cells if len(re.findall(r"\w+", cell)) > LONGEST_SENTENCE]
+    assert found == []

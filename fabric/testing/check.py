@@ -22,7 +22,7 @@ import torch
 from fabric.core.messages import print_line
 from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
 
-PAGE = "fabric/data/README.md"
+PAGE = "docs/how-to/accumulate.md"
 PROGRESS_INTERVAL, TERMINATE_TIMEOUT = 20.0, 10.0
 """Seconds between two lines of progress; seconds from SIGTERM to SIGKILL of a run."""
 TOLERANCE, NOISE = 1e-3, 1e-2

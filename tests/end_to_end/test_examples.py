@@ -229,10 +229,10 @@ def test_the_demo_compares_and_says_so():
     done = run(PYTHON, str(EXAMPLES / "demo.py"), "--epochs", "1")
     assert done.stderr == ""
     assert "2 processes   1 process" in done.stdout
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/install.md").read_text()
     rows = re.findall("     0 [|].*", page + done.stdout)
     shown, printed = ([float(number) for number in re.findall(r"\d+\.\d+", row)] for row in rows)
-    assert printed[:4] == pytest.approx(shown[:4], abs=1e-4), "the README shows other numbers"
+    assert printed[:4] == pytest.approx(shown[:4], abs=1e-4), "docs/install.md shows other numbers"
     assert done.stdout.endswith("the same numbers: yes\n")
 
 

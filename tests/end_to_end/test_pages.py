@@ -41,10 +41,6 @@ torch.manual_seed(0)
 model, loss_fn, step, epochs, accumulate = Transformer(), F.mse_loss, 3, 1, 2
 loader = DataLoader(TensorDataset(torch.randn(16, 8, 16), torch.randn(16, 8, 16)), batch_size=8)
 """
-TOKENS = """
-model = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16))
-loader = DataLoader(TensorDataset(*torch.randint(16, (2, 16, 8))), batch_size=2)
-"""
 READY = """
 fabric = Fabric(devices=2)
 fabric.launch()
@@ -57,7 +53,7 @@ state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": fabric
 
 def preamble(block) -> str:
     """What stands before a python block: data and a model, set up unless the block does so itself."""
-    given = GIVEN + TOKENS * (block.page == "fabric/data/README.md")
+    given = GIVEN
     return given + (
         "optimizer = torch.optim.AdamW(model.parameters())\n" if "Fabric(" in block.code else READY
     )
@@ -84,6 +80,11 @@ def of(*languages: str) -> list:
     return [block for block in blocks() if block.language in languages]
 
 
+def fragments() -> list:
+    """Python blocks that are not whole programs; those of `docs/` are, and tests/guide runs them."""
+    return [block for block in of("python") if not block.page.startswith("docs/")]
+
+
 def test_every_block_says_what_it_is():
     bare = [label(block) for block in of("")]
     assert bare == [], "tag it python or diff, which are run, or text or console"
@@ -93,7 +94,7 @@ def test_every_block_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in of("python") if "\ndef test_" not in block.code], ids=label
+    "block", [block for block in fragments() if "\ndef test_" not in block.code], ids=label
 )
 def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
     if "huggingface_hub" in block.code:
@@ -103,7 +104,7 @@ def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
     ranks.run(run_block, preamble(block), block.code, block.page, block.line, world_size=world_size)
 
 
-@pytest.mark.parametrize("block", [block for block in of("python") if "\ndef test_" in block.code], ids=label)
+@pytest.mark.parametrize("block", [block for block in fragments() if "\ndef test_" in block.code], ids=label)
 def test_the_tests_of_a_page_pass(block, tmp_path):
     (tmp_path / "test_it.py").write_text("import torch\nfrom fabric import Fabric\n" + block.code)
     command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
@@ -113,7 +114,7 @@ def test_the_tests_of_a_page_pass(block, tmp_path):
 
 def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = [block for block in of("python") if "fabric.save(" in block.code]
+    blocks = [block for block in fragments() if "fabric.save(" in block.code]
     block = next(block for block in blocks if "huggingface_hub" not in block.code)
     with pytest.raises(Exception, match="has no attribute 'safe'"):
         ranks.run(
@@ -126,8 +127,13 @@ def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("block", of("diff"), ids=label)
-def test_both_sides_of_a_diff_print_the_same_numbers(block, tmp_path):
+DIFFS = [(block, 2) for block in of("diff")]
+DIFFS += [(block, count) for block, _ in DIFFS if block.page == "docs/migrate/ddp.md" for count in (1, 4)]
+"""Two programs, two lives each, take a minute on a busy machine: one page runs on 1 and 4 processes, too."""
+
+
+@pytest.mark.parametrize(("block", "processes"), DIFFS, ids=[f"{label(one)}-{count}" for one, count in DIFFS])
+def test_both_sides_of_a_diff_print_the_same_numbers(block, processes, tmp_path):
     """Each side is a program, as it is shown; to the last digit.
 
     A side that needs a package which is not installed is left out; tests/integrations/deepspeed has it.
@@ -137,9 +143,11 @@ def test_both_sides_of_a_diff_print_the_same_numbers(block, tmp_path):
     numbers = {}
     for sign, program in sides(block.code).items():
         package = re.search(r"^from (accelerate|lightning)\b", program, re.MULTILINE)
+        folder = tmp_path / ("left" if sign == "-" else "right")
         if not package or find_spec(package[1]):
-            numbers[sign] = lives_of(program, tmp_path / ("left" if sign == "-" else "right"))
+            numbers[sign] = lives_of(program, folder, processes)
             assert len(numbers[sign]) == (1 if block.page == "README.md" else 4)
         if package and package[1] == "lightning":  # the import is the whole migration
-            numbers["import"] = lives_of(program.replace("lightning.fabric", "fabric"), tmp_path / "import")
+            program = program.replace("lightning.fabric", "fabric")
+            numbers["import"] = lives_of(program, tmp_path / "import", processes)
     assert numbers == dict.fromkeys(numbers, numbers["+"])
