@@ -42,7 +42,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """Return one device per process of this machine, from the result of `parse_devices`."""
+        """Return one device per process of this machine; `devices` is the result of `parse_devices`."""
 
     @staticmethod
     @abstractmethod

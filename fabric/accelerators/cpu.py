@@ -34,7 +34,7 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: int | str | list[int]) -> list[torch.device]:
-        """Return the CPU, once per process (raises like `parse_devices`)."""
+        """Return the CPU once per process, of which `devices` is the number (raises like `parse_devices`)."""
         return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
 
     @staticmethod

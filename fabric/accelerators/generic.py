@@ -55,7 +55,7 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def get_parallel_devices(cls, devices: list[int]) -> list[torch.device]:
-        """Return one torch.device per index."""
+        """Return one torch.device per index in `devices`."""
         return [torch.device(cls.name(), index) for index in devices]
 
     @classmethod

@@ -129,7 +129,10 @@ class TorchCheckpointIO(CheckpointIO):
     def load_verified(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """As `load_checkpoint`, of a path of this host whose `sealed` ranges were verified."""
+        """Return the checkpoint at a path of this host whose `sealed` ranges were verified.
+
+        Arguments are those of `load_checkpoint`.
+        """
         return self._read(local_path(path), path, map_location, weights_only)
 
     def _sealed(self, path: Path, name: PathLike) -> list[Sealed]:

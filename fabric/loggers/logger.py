@@ -179,7 +179,7 @@ class _ExperimentLogger(Logger):
         return {"version": self._version, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the step counter; and the run, unless a version was passed or a run has begun."""
+        """Restore the step counter of `state`, and the run unless a version was passed or a run has begun."""
         self._count = state["count"]
         if self._version is None:
             self._version = state["version"]

@@ -172,7 +172,7 @@ class FSDPPrecision(Precision):
         self.scaler = scaler
 
     def for_device(self, device_type: str) -> Precision:
-        """The plugin that does it on devices of this type."""
+        """Return the plugin with autocast and loss scale for `device_type`."""
         if self.scaler is not None:
             return MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
         return make_precision(self.precision, device_type)

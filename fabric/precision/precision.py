@@ -70,7 +70,7 @@ class Precision(Part):
         return POLICIES.get(self.precision, POLICIES["32-true"])
 
     def for_device(self, device_type: str) -> Precision:
-        """Return the plugin to use for devices of this type, such as "cuda"; called once, by `Fabric`."""
+        """Return the plugin to use for `device_type`, such as "cuda"; called once, by `Fabric`."""
         return self
 
     @property

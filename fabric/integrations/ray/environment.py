@@ -95,7 +95,7 @@ class RayEnvironment(ClusterEnvironment):
         return self._seat.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher sets it."""
+        """Ignore `size`: the launcher sets it."""
 
     def global_rank(self) -> int:
         """Index of this actor."""

@@ -49,7 +49,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes; ignored if the environment determines it."""
+        """Set the number of processes to `size`; ignored if the environment determines it."""
 
     @abstractmethod
     def global_rank(self) -> int:

@@ -53,7 +53,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self._read("WORLD_SIZE", 1)
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes of the job."""
+        """Set the number of processes of the job to `size`."""
         self._overrides["WORLD_SIZE"] = size
 
     def global_rank(self) -> int:

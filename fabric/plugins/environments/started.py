@@ -72,7 +72,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return self._int_value("size")
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher determines the number of ranks."""
+        """Ignore `size`: the launcher determines the number of ranks."""
 
     def global_rank(self) -> int:
         """Index of this process in the job, from the launcher's variables."""
