@@ -38,7 +38,7 @@ def test_attributes_are_entries():
     assert state == {"step": 2, "model": "m"}
     del state.model
     assert "model" not in state
-    with pytest.raises(AttributeError, match="'nothing'; there are 'step'"):
+    with pytest.raises(AttributeError, match="'nothing'; existing: 'step'"):
         state.nothing  # noqa: B018
     with pytest.raises(AttributeError, match="nothing"):
         del state.nothing

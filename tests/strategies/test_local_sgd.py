@@ -284,7 +284,7 @@ def test_groups_that_are_added_are_averaged_too(ranks):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert not torch.equal(found[0]["0.weight"], net().state_dict()["0.weight"])
     for error in ranks.run_expecting_errors(groups_added, "diloco", world_size=WORLD):
-        assert "the outer optimizer has the parameters of setup. Give the optimizer all its" in str(error)
+        assert "the outer optimizer has the parameters of setup. Pass the optimizer all its" in str(error)
 
 
 def garbage_of_before(path):
