@@ -383,9 +383,9 @@ def test_outputs_that_cannot_go_on(ranks, name):
     ("settings", "error", "message"),
     [
         ({"balance": [2, 0]}, ConfigurationError, r"balance\[1\]=0 must be 1 or more"),
-        ({"balance": []}, ArgumentTypeError, r"balance=\[\] must be"),
+        ({"balance": []}, ArgumentTypeError, r"balance=\[\] is neither"),
         ({"balance": "even"}, ArgumentTypeError, 'is neither "auto" nor a list'),
-        ({"balance": 3}, ArgumentTypeError, "balance=3 must be"),
+        ({"balance": 3}, ArgumentTypeError, "balance=3 is neither"),
         ({"balance": [1.0, 2]}, ArgumentTypeError, "must be"),
         ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, not 3"),
         ({"num_microbatches": 0}, ConfigurationError, "num_microbatches=0 must be 1 or more"),

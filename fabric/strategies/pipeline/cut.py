@@ -130,7 +130,7 @@ def validate_balance(balance: Any, stages: int | None = None) -> list[int] | Non
         return None
     if not isinstance(balance, list | tuple) or not balance:
         raise ArgumentTypeError(
-            f'balance={balance!r} is neither "auto" nor a list. Write the number of blocks of each stage: '
+            f'balance={balance!r} is neither "auto" nor a list of numbers of blocks. Write for example '
             "balance=[2, 3, 3]."
         )
     for stage, blocks in enumerate(balance):
