@@ -454,7 +454,7 @@ def test_torchrun_with_other_numbers_than_the_script(monkeypatch):
 def test_a_strategy_object_belongs_to_one_fabric():
     strategy = SingleDeviceStrategy()
     Fabric(strategy=strategy)
-    with pytest.raises(ConfigurationError, match=r"belongs to another Fabric.*Make a new one"):
+    with pytest.raises(ConfigurationError, match=r"belongs to another Fabric.*Create a strategy"):
         Fabric(strategy=strategy)
 
 

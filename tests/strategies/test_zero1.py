@@ -962,7 +962,7 @@ def test_state_dict_hooks_see_all_and_a_partial_state_is_refused(ranks):
         assert unchanged
         assert 0 < count < 8
         assert raw[0] is UsageError
-        assert "only this rank's shard" in raw[1]
+        assert "only this rank's share" in raw[1]
         assert "Call state_dict() of the optimizer that fabric.setup returned" in raw[1]
         assert wrong[0] is ValueError
         assert names == ["scale", "nothing"] or names == ["body.weight", "body.bias"]
