@@ -25,7 +25,7 @@ from harness import HERE, child, show, table
 
 ROOT = HERE.parent
 FABRIC = ROOT / "fabric"
-APART = ("integrations", "testing")
+APART = ("integrations", "testing", "tools")
 LOOP = """
 import json, sys, tempfile, threading
 import torch
@@ -229,7 +229,7 @@ def main() -> None:
     rows = [
         ["kernel, outside of slices", f"{slices['kernel']:,}", "7,500"],
         [
-            "code lines of fabric/ without integrations/ and testing/",
+            "code lines of fabric/ without integrations/, testing/ and tools/",
             f"{whole:,}",
             "17,500",
         ],

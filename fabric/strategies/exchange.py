@@ -209,7 +209,7 @@ class Exchange:
         """Wait until all ranks call this. All ranks must call this, with the same `name`."""
         self.channel().check_barrier("barrier()" if name is None else f"barrier({name!r})")
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True, label: str = "") -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True, *, label: str = "") -> bool:
         """Whether all ranks pass True as `decision`; with `all=False`: any rank. All ranks must call this.
 
         `label`: the name of the call in errors, if it is not `all` or `any`.

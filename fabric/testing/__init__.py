@@ -19,8 +19,8 @@ __getattr__, __dir__ = lazy_exports(
         "RankFailure": "fabric.testing.failures",
         "RankPool": "fabric.testing.pool",
         "RankTimeout": "fabric.testing.failures",
-        "communication": "fabric.testing.communication",
         "check_strategy": "fabric.testing.contract",
+        "communication": "fabric.testing.communication",
         "rank_info": "fabric.testing.worker",
     },
 )
