@@ -28,7 +28,7 @@ from fabric.checks import (
 )
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
-from fabric.plugins.environments.local import LAUNCHED
+from fabric.launch.parent_death import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs

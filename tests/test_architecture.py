@@ -420,7 +420,7 @@ def test_packages_load_nothing_when_imported(name):
 
 def test_tests_lie_in_folders_of_the_package():
     """`tests/FOLDER` has the tests of `fabric/FOLDER`; these kinds of tests have folders of their own."""
-    kinds = {"end_to_end", "engines", "fuzz", "gpu", "pretend", "security"}
+    kinds = {"end_to_end", "engines", "fuzz", "gpu", "guide", "pretend", "security"}
     found = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
     assert {name for name in found - kinds if not (PACKAGE / name).is_dir()} == set()
 

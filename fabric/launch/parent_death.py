@@ -26,6 +26,8 @@ PARENT_PID = "FABRIC_PARENT_PID"
 """Set in ranks that a supervisor started: the process id of that supervisor."""
 REPORT_FD = "FABRIC_REPORT_FD"
 """Set in ranks that a supervisor started: the descriptor of a pipe for the rank's `RankExit`."""
+LAUNCHED = "FABRIC_LAUNCHED"
+"""Set in ranks that Fabric started: "script", "cli", or "function" (the launching process has the store)."""
 JOINED = "FABRIC_JOINED"
 """Set by a rank in its own environment by `Fabric(...)`: its process id, and MASTER_PORT."""
 
@@ -162,7 +164,7 @@ def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
 
 def mark_rank() -> None:
     """Mark this process as a rank (of Fabric or torchrun), so that its subprocesses are not ranks."""
-    if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
+    if not os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")):
         os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"
 
 

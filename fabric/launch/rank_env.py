@@ -10,9 +10,8 @@ from fabric.core.cores import usable_cores
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import VARIABLE as SECRET
 from fabric.core.job_secret import new_secret
-from fabric.launch.parent_death import JOINED
+from fabric.launch.parent_death import JOINED, LAUNCHED
 from fabric.launch.stores import listen
-from fabric.plugins.environments.local import LAUNCHED
 
 if TYPE_CHECKING:
     import socket

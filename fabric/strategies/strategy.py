@@ -262,11 +262,7 @@ class Strategy(Checkpoints):
         return stack
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which new modules are on the root device, in the precision's dtype.
-
-        Args:
-            empty_init: Whether to skip drawing initial values.
-        """
+        """Context for new modules on the root device in the precision's dtype; `empty_init` skips values."""
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.module_init_context())

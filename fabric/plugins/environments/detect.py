@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, unknown_name_message
-from fabric.launch.parent_death import JOINED, PARENT_PID, REPORT_FD
+from fabric.launch.parent_death import JOINED, LAUNCHED, PARENT_PID, REPORT_FD
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -103,8 +103,8 @@ def _remove_parent_variables() -> list[str]:
         return []
     # Another port: a launcher between that rank and this process has set the variables again.
     rank_variables = _RANK_VARIABLES if os.environ.get("MASTER_PORT") == port else ()
-    flags = [f"FABRIC_{name}" for name in _FLAGS] if os.environ.get("FABRIC_LAUNCHED") == "cli" else []
-    fabric_variables = (JOINED, "FABRIC_LAUNCHED", "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
+    flags = [f"FABRIC_{name}" for name in _FLAGS] if os.environ.get(LAUNCHED) == "cli" else []
+    fabric_variables = (JOINED, LAUNCHED, "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
     for name in (*fabric_variables, *rank_variables, *flags):
         os.environ.pop(name, None)
     return [f"a rank (process {process}) started this process, which is not a rank of its job"]
@@ -118,5 +118,5 @@ def _existing_group() -> tuple[bool, str]:
 
 
 def _launched_by_fabric() -> tuple[bool, str]:
-    how = os.environ.get("FABRIC_LAUNCHED")
+    how = os.environ.get(LAUNCHED)
     return how is not None, f"Fabric's launcher started this process (FABRIC_LAUNCHED={how})" if how else ""

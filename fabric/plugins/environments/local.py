@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError
+from fabric.launch.parent_death import LAUNCHED
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment, int_variable
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-LAUNCHED = "FABRIC_LAUNCHED"
-"""Set in ranks that Fabric started: "script", "cli", or "function" (the launching process has the store)."""
 STORE_FD = "FABRIC_STORE_FD"
 """Set in rank zero of a command line: the file descriptor of a listening socket."""
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from fabric.plugins.environments.local import LAUNCHED
+from fabric.launch.parent_death import LAUNCHED
 from fabric.plugins.environments.started import ExternalEnvironment
 
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import pop_inherited_secret
 from fabric.core.messages import print_line
-from fabric.launch.parent_death import attach_to_supervisor, mark_rank
+from fabric.launch.parent_death import LAUNCHED, attach_to_supervisor, mark_rank
 from fabric.launch.system import require_posix
-from fabric.plugins.environments.local import LAUNCHED
 
 if TYPE_CHECKING:
     from torch.distributed import Store
