@@ -425,6 +425,15 @@ def test_tests_lie_in_folders_of_the_package():
     assert {name for name in found - kinds if not (PACKAGE / name).is_dir()} == set()
 
 
+def test_test_files_have_names_of_their_own():
+    """Ranks import tests by the names of their files."""
+    apart = ("integrations", "pretend")  # run by themselves
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parts[-2] not in apart]
+    files = [path for path in files if not {*apart} & {*path.parts}]
+    names = [path.name for path in files]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 # sizes
 
 

@@ -1,7 +1,7 @@
 """What pages of `docs/` claim beyond what their blocks print: other strategies, interrupted runs."""
 
 import pytest
-from test_blocks import programs, run_program
+from test_page_blocks import programs, run_program
 
 
 def program(page: str, words: str) -> str:
