@@ -304,12 +304,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _warn_of_misplaced_options(options: argparse.Namespace, settings: Mapping[str, Setting]) -> None:
-    """Warn of options of `fabric run` that are written after the script, which gets them."""
-    arguments = (options.module or [])[1:] if options.module else options.arguments
+    """Warn if all options of `fabric run` are written after the script, which gets them."""
+    if any([setting.source == "command line" for setting in settings.values()]):
+        return  # the script has options of these names
+    arguments = options.module[1:] if options.module else options.arguments
     for name in _OPTIONS:
         option = f"--{name.replace('_', '-')}"
-        given = [one for one in arguments if one == option or one.startswith(f"{option}=")]
-        if given and settings[name].source == "default":
+        if given := [one for one in arguments if one == option or one.startswith(f"{option}=")]:
             print_line(
                 f"{given[0]} after the script is an argument of the script. If it was meant for fabric run, "
                 f"write it before: fabric run {option} ... train.py."

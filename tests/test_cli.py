@@ -191,11 +191,14 @@ def test_wrong_usage_says_what_to_write(capsys, arguments, text):
 def test_options_after_the_script_are_warned_of(capfd, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    assert cli.main(["run", "--devices", "1", str(script), "--precision=64-true", "--devices", "2"]) == 0
+    arguments = [str(script), "--precision=64-true", "--devices", "1"]
+    assert cli.main(["run", *arguments]) == 0
     out, err = capfd.readouterr()
-    assert out.strip() == "['--precision=64-true', '--devices', '2']"
-    assert "--precision=64-true after the script is an argument of the script" in err
-    assert "--devices after" not in err, "given before, too"
+    assert out.strip() == "['--precision=64-true', '--devices', '1']"
+    for given in ("--precision=64-true", "--devices"):
+        assert f"{given} after the script is an argument of the script" in err
+    assert cli.main(["run", "--devices", "1", *arguments]) == 0
+    assert "after the script" not in capfd.readouterr().err, "the script has options of these names"
 
 
 def test_a_shell_gets_completions_from_argcomplete(monkeypatch, capsys):
