@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import math
 import resource
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import header, markdown, show, summarise, table
+from harness import show_and_write, summarise, table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -299,10 +298,7 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
     text = TEXT.format(seconds=time.perf_counter() - begin, peak=peak)
     tables = [overview(results, text), *[compare(*result) for result in results]]
-    show(tables)
-    if options.out:
-        first = [f"# Benchmarks of {datetime.date.today().isoformat()}", "", *header(), "", ""]
-        options.out.write_text("\n".join(first) + markdown(tables), encoding="utf-8")
+    show_and_write(tables, options.out)
 
 
 if __name__ == "__main__":

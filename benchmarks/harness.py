@@ -7,6 +7,7 @@ its round.
 from __future__ import annotations
 
 import ctypes
+import datetime
 import importlib.metadata
 import json
 import os
@@ -323,3 +324,11 @@ def show(tables: list[Table]) -> None:
     print(markdown(tables))
     if os.environ.get("FABRIC_BENCH_CHILD"):
         report(tables)
+
+
+def show_and_write(tables: list[Table], out: Path | None) -> None:
+    """Print tables, and write them to a file with date and machine, if one is given."""
+    show(tables)
+    if out:
+        first = [f"# Benchmarks of {datetime.date.today().isoformat()}", "", *header(), "", ""]
+        out.write_text("\n".join(first) + markdown(tables), encoding="utf-8")

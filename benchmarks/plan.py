@@ -6,7 +6,6 @@ PYTHONPATH=tests/pretend/device python benchmarks/plan.py [--ranks 1,2,4] [--mod
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import time
 from itertools import pairwise, product
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import header, markdown, show, table
+from harness import show_and_write, table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -192,10 +191,7 @@ def main() -> None:
         f"measured - 1. Largest: {100 * worst:.1f} %. {time.perf_counter() - begin:.0f} s for all."
     )
     tables = [table("Predicted against measured peak, on the pretend accelerator", head, rows, text)]
-    show(tables)
-    if options.out:
-        first = [f"# Benchmarks of {datetime.date.today().isoformat()}", "", *header(), "", ""]
-        options.out.write_text("\n".join(first) + markdown(tables), encoding="utf-8")
+    show_and_write(tables, options.out)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Crc32:
 
     @property
     def value(self) -> int:
-        """That of all bytes so far."""
+        """The CRC-32 of all bytes so far."""
         if self._ring is None:
             return self._start
         first, last = 8 * (self._folded - _FAR), 8 * self._folded
