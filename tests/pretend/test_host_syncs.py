@@ -2,6 +2,7 @@
 for.
 """
 
+import warnings
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ STRATEGIES = {
 
 def steps(strategy, precision, accumulate):
     fabric = fabric_of(STRATEGIES[strategy](), precision=precision)
+    warnings.filterwarnings("ignore", message="fabric.log: this Fabric has no logger")
     model = fabric.setup_module(net(2))
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-3))
     rows = torch.randn(4, 8, 512, generator=torch.Generator().manual_seed(1)).pin_memory()

@@ -3,6 +3,7 @@ nothing.
 """
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,7 @@ def test_the_largest_gradient_may_be_nan(ranks, strategy, place):
 
 def verbs():
     fabric = fabric_of("ddp")
+    warnings.filterwarnings("ignore", message="fabric.log: this Fabric has no logger")
     device, rank = fabric.device, fabric.global_rank
     tensors = {"a": torch.ones(4, device=device), "b": [torch.ones(3, device=device, dtype=torch.int64)]}
     calls = {

@@ -17,8 +17,8 @@ from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.parts import Part
 from fabric.core.tree import flatten
-from fabric.strategies.context_parallel.region import Region, SequenceGroup
-from fabric.strategies.context_parallel.sequence import used_shard_sizes
+from fabric.strategies.context_parallel.region import Region
+from fabric.strategies.context_parallel.sequence import SequenceGroup
 from fabric.strategies.input_check import InputConsistencyCheck
 from fabric.strategies.rows import DataParallelMesh, check_divisible, check_number, make_data_parallel_mesh
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
@@ -170,7 +170,7 @@ class ContextParallel(DataParallelMesh, Part):
     def teardown(self) -> None:
         """Release the process groups."""
         self.group.channel = self.mesh = None
-        used_shard_sizes.clear()
+        self.group.shard_sizes.clear()
 
 
 class _InputCheckHook:

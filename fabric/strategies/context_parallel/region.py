@@ -7,7 +7,6 @@ Each replacement belongs to one module, so that copies of the model have their o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from fabric.core.errors import UsageError
 from fabric.strategies.context_parallel.attention import divided, recording_grad_mode
 from fabric.strategies.context_parallel.call import ShardedCall
 from fabric.strategies.context_parallel.exchange import SequenceExchange
-from fabric.strategies.context_parallel.sequence import SequenceShard, current_shard, used_shard_sizes
+from fabric.strategies.context_parallel.sequence import SequenceGroup, SequenceShard, current_shard
 from fabric.strategies.context_parallel.trial import try_shards
 from fabric.utilities.random_stream import RandomStream
 
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.nn import Module
-
-    from fabric.collectives.channel import Channel
-
-
-@dataclass
-class SequenceGroup:
-    """The ranks that share a sequence, and its dimension in arguments."""
-
-    seq_dim: int
-    seq_dims: dict[str, int | None]
-    channel: Channel | None = None
-    """None: this rank alone."""
-    rank_and_size: tuple[int, int] = (0, 1)
-    """(rank, number of ranks) within the group."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SequenceGroup, (self.seq_dim, self.seq_dims)  # groups belong to their process
 
 
 _TRIALS = 2
@@ -94,7 +76,7 @@ class Region:
             self._tried[key] += 1
         exchange = SequenceExchange(channel, SequenceShard(sharded.length, rank, count))
         self._record_forward(exchange.part)
-        used_shard_sizes.add(exchange.part.size)
+        self.group.shard_sizes.add(exchange.part.size)
         local_args, local_kwargs = sharded.shard_arguments(exchange)
         self.random = self.random or RandomStream(rank, channel.transport.device)
         with self.random(), divided(exchange):

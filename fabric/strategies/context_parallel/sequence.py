@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+
+    from fabric.collectives.channel import Channel
 
 
 class SequenceShard:
@@ -67,8 +71,28 @@ class _Current(threading.local):
 
 
 _current = _Current()
-used_shard_sizes: set[int] = set()
-"""Sizes of all shards in forwards so far, in any thread."""
+sequence_groups: WeakSet[SequenceGroup] = WeakSet()
+"""The groups of strategies that exist, in any thread."""
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The ranks that share a sequence, and its dimension in arguments."""
+
+    seq_dim: int
+    seq_dims: dict[str, int | None]
+    channel: Channel | None = None
+    """None: this rank alone."""
+    rank_and_size: tuple[int, int] = (0, 1)
+    """(rank, number of ranks) within the group."""
+    shard_sizes: set[int] = field(default_factory=set)
+    """Sizes of this rank's shards in all forwards so far."""
+
+    def __post_init__(self) -> None:
+        sequence_groups.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SequenceGroup, (self.seq_dim, self.seq_dims)  # groups belong to their process
 
 
 def current_shard() -> SequenceShard | None:
@@ -102,7 +126,7 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
     """
     part = _current.part
     if part is None:
-        if length in used_shard_sizes and backward_pass() != -1:
+        if backward_pass() != -1 and any([length in group.shard_sizes for group in sequence_groups]):
             raise UsageError(
                 f"sequence_positions({length}) was called in a recomputation in backward, where it is "
                 "unknown whether the input is a full sequence or a shard. Pass torch.utils.checkpoint a "

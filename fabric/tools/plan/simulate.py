@@ -52,7 +52,13 @@ _LOADED = (
 """Imported before the first fork: each case would import them again."""
 
 
+_AFTER_DEVICE = (
+    " A backward on a device ran in this process before, so that no fork of it can run one. "
+    "Call fabric.plan(...) before the first use of a device, or write: fabric plan train.py"
+)
 _ADVICE = {
+    "fork-based multiprocessing": _AFTER_DEVICE,
+    "CUDA in forked": _AFTER_DEVICE,
     "CUDA": ' The plan runs on the host. Write fabric.device and fabric.to_device(x) in place of "cuda".',
     "DataDependent": f" With --fake, {NO_VALUES}.",
     "unpack requires a buffer": " Stages of a pipeline send each other shapes, which one rank alone does not "
