@@ -235,6 +235,10 @@ NEEDS: dict[str, set[str]] = {
     "fabric.launch.functions": set(),
     "fabric.loggers": set(),
     "fabric.metrics": set(),
+    **{
+        f"fabric.plugins.environments.{name}": set()
+        for name in ("kubeflow", "lsf", "mpi", "slurm", "torchelastic")
+    },
     "fabric.preemption": set(),
     "fabric.profile": set(),
     "fabric.progress": set(),
@@ -261,6 +265,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.throughput": set(),
     "fabric.tools.doctor": set(),
     "fabric.tools.plan": set(),
+    "fabric.utilities.spike": set(),
     "fabric.watchdog": {"fabric.guard"},
 }
 # Paths of Lightning Fabric: modules of two lines, which import what they name.

@@ -29,6 +29,7 @@ SLICES = {
     "sharded directory": "fabric.checkpoint.formats.sharded.directory",
     "sharded reader": "fabric.checkpoint.formats.sharded.dcp",
     "sharded writer": "fabric.checkpoint.formats.sharded.save",
+    "slurm": "fabric.plugins.environments.slurm",
     "streams": "fabric.data.iterable.stream_source",
     "watchdog": "fabric.watchdog.watchdog",
 }

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment, int_variable
 
@@ -95,9 +96,7 @@ class LocalEnvironment(ClusterEnvironment):
                 f"with `fabric run --devices {num_devices} --num-nodes {num_nodes}`."
             )
         if not self.creates_processes_externally and "SLURM_JOB_ID" in os.environ:
-            from fabric.plugins.environments.slurm import check_allocation
-
-            check_allocation(num_devices, num_nodes)
+            use_slice("slurm").check_allocation(num_devices, num_nodes)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the store of rank zero, or of the process that launched a function (raises as the base)."""
