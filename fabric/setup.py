@@ -250,7 +250,8 @@ class SetupVerbs(RankFacts):
             use_distributed_sampler: False leaves the order and the sharding to you.
             move_to_device: False leaves batches where the loader puts them.
             uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None:
-                "exact" for loaders in dataset order (evaluation) and iterable datasets, "pad" for all others.
+                "exact" for loaders in dataset order (evaluation) and iterable datasets, "pad" for all others,
+                and one warning after an epoch of training on samples that do not divide.
                 If you shard the data yourself, ranks with different numbers of batches stop together under
                 "drop" and raise under "error".
             shard_iterable: False: iterable datasets shard themselves by rank and worker. With `uneven=None`
@@ -437,4 +438,5 @@ class SetupVerbs(RankFacts):
             lockstep=lockstep,
             rank_group=rank_group,
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
+            chose_uneven=uneven is not None,
         )

@@ -97,18 +97,23 @@ def directive(name, home, shown):
     return f"::: {home}.{name}\n{options}"
 
 
+WITHOUT_SITE = "`make docs` fills this page from the docstrings. Without the site: `python -m pydoc {0}`."
+
+
 def pages():
     """Each page's file name and text."""
     made = {}
     for key, (title, about, packages) in PAGES.items():
         found = [directive(n, home, f"{p.partition(':')[0]}.{n}") for p in packages for n, home in exports(p)]
-        made[f"{key}.md"] = f"# {title}\n\n{about}\n\n" + "\n".join(found)
+        note = WITHOUT_SITE.format("fabric.Fabric" if key == "fabric" else packages[0].replace(":", "."))
+        made[f"{key}.md"] = f"# {title}\n\n{about}\n\n{note}\n\n" + "\n".join(found)
     about = (
         "Every error that the package raises on purpose is a `FabricError`. "
         "[Messages, causes and fixes](../how-to/errors.md)."
     )
     found = [directive(name, "fabric.core.errors", f"fabric.core.errors.{name}") for name in errors()]
-    made["errors.md"] = f"# Errors\n\n{about}\n\n" + "\n".join(found)
+    note = WITHOUT_SITE.format("fabric.core.errors")
+    made["errors.md"] = f"# Errors\n\n{about}\n\n{note}\n\n" + "\n".join(found)
     return made
 
 

@@ -96,8 +96,14 @@ class Part:
     def epoch_begun(self) -> Any:
         """Return the state at the begin of an epoch of a set-up loader, for `epoch_ended`."""
 
-    def epoch_ended(self, begun: Any) -> None:
-        """Run at the end of an epoch; `begun` is the result of `epoch_begun`. All ranks must call this."""
+    def epoch_ended(self, begun: Any, uneven_rows: int) -> None:
+        """Run at the end of an epoch. All ranks must call this.
+
+        Args:
+            begun: The result of `epoch_begun`.
+            uneven_rows: Rows of the epoch's last global batch, if ranks had unequal or repeated shares of it
+                and the user did not choose so; else 0.
+        """
 
     def saving(self) -> None:
         """Run before values are written to a checkpoint. All ranks must call this."""

@@ -83,6 +83,10 @@ class LoaderAdapter:
         """Return the number of batches from the position on; None: unknown, since a length may be inexact."""
         return None
 
+    def uneven_rows(self) -> int:
+        """Return the rows of the last global batch, if ranks get unequal or repeated shares of it; else 0."""
+        return 0
+
     def switch_kind(self, kind: str) -> bool:
         """Switch the adapter to this kind of state if it can; return success."""
         return False
@@ -283,6 +287,10 @@ class IndexSource(SeededLoaderAdapter):
     def length(self) -> int:
         """Return the number of batches of this rank in an epoch."""
         return len(self.sampler)
+
+    def uneven_rows(self) -> int:
+        """Return the rows of the last global batch, if ranks get unequal or repeated shares of it; else 0."""
+        return self.sampler.rule.uneven_rows(self._num_items() or 0) if self.is_sharded else 0
 
     def remaining(self) -> int | None:
         """Return the number of batches from the position on; None: the number of samples is unknown."""

@@ -55,6 +55,7 @@ class _FabricDataLoader(Loader):
             "error" raises on all ranks; "train" is "drop" while gradients are enabled. Else no rank waits.
         rank_group: The ranks that compare and exchange positions. None: one rank.
         parts: Parts of the strategy; called at the begin and at the end of each epoch.
+        chose_uneven: Whether the user chose what happens when samples do not divide by ranks.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class _FabricDataLoader(Loader):
         lockstep: str | None = None,
         rank_group: RankGroup | None = None,
         parts: Sequence[Any] = (),
+        chose_uneven: bool = True,
     ) -> None:
         self._dataloader = dataloader
         self._device = device
@@ -88,7 +90,7 @@ class _FabricDataLoader(Loader):
         self._prefetches = adapter.can_prefetch and workers > 0 and _is_fabric_move(self._move)
         self._lockstep = lockstep
         self._rank_group = rank_group
-        self._parts = parts
+        self._parts, self._chose_uneven = parts, chose_uneven
         self._epoch = 0
         self._iteration: _Iteration | None = None
         self._saved: dict[str, Any] | None = None
@@ -223,8 +225,9 @@ class _FabricDataLoader(Loader):
                 self._iteration = None
             # A nested iteration may run on this rank alone.
             if _active == [iteration]:
+                uneven_rows = 0 if self._chose_uneven else self._adapter.uneven_rows()
                 for part, states_at_begin in zip(self._parts, iteration.states_at_begin, strict=True):
-                    part.epoch_ended(states_at_begin)
+                    part.epoch_ended(states_at_begin, uneven_rows)
         finally:  # an error's traceback must not keep workers alive
             _active.remove(iteration)
             close = getattr(pairs, "close", None)

@@ -129,6 +129,14 @@ class ShardingRule(NamedTuple):
                 'some, or "drop" to leave them out.'
             )
 
+    def uneven_rows(self, items: int) -> int:
+        """Return the items of the last global batch, if shares of it are unequal or repeated; else 0."""
+        tail = items % self.size
+        if self.batch is None or self.drop_last or self.uneven == "drop" or tail % self.shard.world == 0:
+            return 0
+        merged = self.uneven == "exact" and tail < self.shard.world and items > tail
+        return tail + self.size * merged
+
     def count(self, items: int) -> int:
         """Return this rank's number of batches for an order of `items` items."""
         rank, world = self.shard

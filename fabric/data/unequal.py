@@ -86,3 +86,15 @@ def _warn_of_unequal(rows: list[int]) -> None:
             "losses of rows, and write fabric.normalize_gradients(model, num_rows) before each step.",
             category=RanksDifferWarning,
         )
+
+
+def warn_of_last_batch(rows: int, strategy: Any) -> None:
+    """Warn that the last global batch of an epoch, of `rows` rows, did not divide by the ranks."""
+    shards = strategy.distributed_sampler_kwargs["num_replicas"]
+    rank_zero_warn(
+        f"The last batch of this epoch has {rows} rows, which {shards} ranks cannot share equally. The mean "
+        "of their losses is therefore not the mean over the batch, as one process computes it. Write "
+        "DataLoader(..., drop_last=True), or choose a batch_size or a dataset so that it divides. "
+        'fabric.setup_dataloaders(loader, uneven="exact") or uneven="pad" keeps it without this warning.',
+        category=RanksDifferWarning,
+    )

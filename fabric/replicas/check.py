@@ -24,7 +24,7 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
-from fabric.data.unequal import FirstRows, compare_rows, restore_forwards
+from fabric.data.unequal import FirstRows, compare_rows, restore_forwards, warn_of_last_batch
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -96,7 +96,9 @@ class ReplicaCheck(Part):
         self._steps_at_messages = (0, 0)
         """Optimizer steps at the last two messages. At the first one the facts were equal on all ranks."""
         self._steps_at_equal_values = 0
-        self._comparing = self._warned = self._normalizes = False
+        self._comparing = self._warned = False
+        self._ignores_rows = False
+        """Whether unequal rows need no warning: the loop divides by their number, or there was one."""
         self._compares_facts = every is not False and strategy.traits.lockstep
         """Whether hyper-parameters, counters and ends of epochs are compared."""
         # Without replicated states, each rank steps other parameters.
@@ -144,7 +146,7 @@ class ReplicaCheck(Part):
 
     def normalizing(self) -> None:
         """Skip the comparison of row counts: the loop divides by the global count."""
-        self._normalizes = True
+        self._ignores_rows = True
 
     def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
         """Include the arguments of `clip_gradients` in the facts."""
@@ -246,18 +248,21 @@ class ReplicaCheck(Part):
             self.compare(label, buffers=buffers, only=only)
             if self.first_rows and self.backwards > 1:
                 first, self.first_rows = self.first_rows, []
-                if not self._normalizes:
+                if not self._ignores_rows:
                     compare_rows(first, self._strategy)
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""
         return self.backwards
 
-    def epoch_ended(self, backwards_at_begin: int) -> None:
+    def epoch_ended(self, backwards_at_begin: int, uneven_rows: int) -> None:
         """Count an epoch that had backwards, by their number at its begin. All ranks must call this."""
         if self.backwards > backwards_at_begin and self._every and self._compares_facts:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
+            if uneven_rows and not self._ignores_rows:
+                self._ignores_rows = True
+                warn_of_last_batch(uneven_rows, self._strategy)
 
     def saving(self) -> None:
         """Compare all values before rank zero writes them. All ranks must call this."""

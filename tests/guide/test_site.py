@@ -62,11 +62,12 @@ def test_every_page_is_in_the_navigation():
     assert navigation == {"index.md", *[page.relative_to(ROOT / "docs").as_posix() for page in DOCS]}
 
 
-def test_each_of_25_questions_is_two_clicks_from_its_answer():
+def test_each_question_is_two_clicks_from_its_answer():
     """The links of the README, then those of these pages; not by the list of questions itself."""
     table = ROOT / "docs" / "questions.md"
     rows = re.findall(r"^\| (\d+) \| (.*?\?) \| \[.*?\]\((.*?)\) \|$", table.read_text(), re.MULTILINE)
-    assert [int(number) for number, _, _ in rows] == list(range(1, 26))
+    assert len(rows) >= 25
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
     first = {file for file, _ in targets(ROOT / "README.md") if file.suffix == ".md"} - {table}
     second = {file for page in first for file, _ in targets(page)}
     for _, question, link in rows:
