@@ -46,5 +46,18 @@ def user_line(frame: Any = None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def library_frames() -> int:
+    """Return the number of the caller's innermost frames inside this package, torch and contextlib.
+
+    1 in a thread that has no others.
+    """
+    frame, count = sys._getframe(1), 0
+    while _is_library(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return 1
+        frame, count = frame.f_back, count + 1
+    return count
+
+
 def _is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES[:2]) or _LIBRARIES[2] in filename

@@ -92,9 +92,10 @@ def warn_of_last_batch(rows: int, strategy: Any) -> None:
     """Warn that the last global batch of an epoch, of `rows` rows, did not divide by the ranks."""
     shards = strategy.distributed_sampler_kwargs["num_replicas"]
     rank_zero_warn(
-        f"The last batch of this epoch has {rows} rows, which {shards} ranks cannot share equally. The mean "
-        "of their losses is therefore not the mean over the batch, as one process computes it. Write "
-        "DataLoader(..., drop_last=True), or choose a batch_size or a dataset so that it divides. "
-        'fabric.setup_dataloaders(loader, uneven="exact") or uneven="pad" keeps it without this warning.',
+        f"The last batch of this epoch has {rows} rows, which {shards} ranks cannot share equally: some "
+        "ranks had a row less, or a row twice (shuffled loaders). So the mean of their losses is not the "
+        "mean over the batch, as one process computes it. Write DataLoader(..., drop_last=True), or choose "
+        "a batch_size or a dataset that divides. To accept it without this warning, write "
+        'fabric.setup_dataloaders(loader, uneven="exact"), or uneven="pad" to repeat rows.',
         category=RanksDifferWarning,
     )

@@ -82,7 +82,11 @@ def check(command: list[str], ranks: int, steps: int) -> int:
         dict.fromkeys([text for step in several for rank in step.records for text in rank["warned"]])
     )
     if not alone or not several:
-        print("fabric check: no optimizer that fabric.setup returned has made a step.", file=sys.stderr)
+        print(
+            "fabric check: no optimizer that fabric.setup returned has made a step. If the script loads a "
+            "checkpoint of a run that is over, check it in a directory without that checkpoint.",
+            file=sys.stderr,
+        )
         return 1
     for number, (one, many) in enumerate(zip(alone, several, strict=False), 1):
         name, difference = compare(one, many)
@@ -96,8 +100,25 @@ def check(command: list[str], ranks: int, steps: int) -> int:
         print(f"On {ranks} ranks: {text}")
     if warned:
         return 1
-    print(f"The same on 1 and on {ranks} ranks, for {min(len(alone), len(several))} steps (dropout was off).")
+    for text in batch_sizes(alone[-1], several[-1]):
+        print(f"Note: {text}")
+    print(
+        f"The same on 1 and on {ranks} ranks, for {min(len(alone), len(several))} steps (dropout was off). "
+        "Evaluation, schedulers and stopping were not compared."
+    )
     return 0
+
+
+def batch_sizes(one: Step, many: Step) -> list[str]:
+    """Return a text for each loader whose global batch grows with the ranks."""
+    alone, each, world = one.records[0]["sizes"], many.records[0]["sizes"], many.records[0]["num_replicas"]
+    return [
+        f"batch_size={size} of loader {number} is per rank: {world} ranks train on {size * world} samples "
+        f"per step, and a run on one rank on {whole}. For the same numbers write batch_size={whole} // "
+        "fabric.world_size."
+        for number, (whole, size) in enumerate(zip(alone, each, strict=False))
+        if whole and size and whole != size * world
+    ]
 
 
 def compare(one: Step, many: Step) -> tuple[str | None, str]:
@@ -192,6 +213,8 @@ def _sizes(steps: list[Step]) -> tuple[int, list[int | None]]:
 def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -> int:
     """Run the script on `ranks` ranks and return the exit code; print the output of a failed run."""
     variables = {
+        "WANDB_MODE": "disabled",
+        "MLFLOW_TRACKING_URI": f"file:{folder}/mlflow",
         "TMPDIR": str(folder),
         FOLDER: str(folder),
         STEPS: str(steps),

@@ -57,6 +57,13 @@ class Recorder:
         """Warnings that several ranks compute something else than one process."""
         self.sizes: list[int | None] = []
         """Batch size of each loader on this rank, as in the script."""
+        self.saved: set[Path] = set()
+        """Paths at which checkpoints of this run are."""
+
+    def path_of(self, path: Any) -> Any:
+        """Return the path of the checkpoint that this run wrote as `path`; `path` if there is none."""
+        scratch = _scratch(path)
+        return scratch if scratch in self.saved else path
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Turn dropout of a new model off: several ranks draw other random numbers than one."""
@@ -119,6 +126,24 @@ class RecordedFabric(Fabric):
         if tensor.numel() == 1:
             RECORDER.losses.append(float(tensor.detach()))
 
+    def save(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save into a folder that is removed after the check."""
+        RECORDER.saved.add(_scratch(path))
+        return super().save(_scratch(path), *args, **kwargs)
+
+    def save_latest(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save into a folder that is removed after the check."""
+        RECORDER.saved.add(_scratch(directory))
+        return super().save_latest(_scratch(directory), *args, **kwargs)
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load what this run saved under the path, else what is there."""
+        return super().load(RECORDER.path_of(path), *args, **kwargs)
+
+    def load_latest(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load what this run saved in the directory, else what is there."""
+        return super().load_latest(RECORDER.path_of(directory), *args, **kwargs)
+
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
         """Set up loaders that record their samples; on one rank a loader yields the batches of all ranks."""
         world, recorded = json.loads(os.environ[BATCHES])
@@ -129,6 +154,12 @@ class RecordedFabric(Fabric):
         for loader in [wrapped] if len(dataloaders) == 1 else wrapped:
             loader.__class__ = _RecordedLoader
         return wrapped
+
+
+def _scratch(path: Any) -> Path:
+    """Return the path at which a checkpoint is written in place of `path`."""
+    name = str(path) if "://" in str(path) else str(Path(path).absolute())
+    return RECORDER.folder / "saved" / f"{crc32(name.encode()):08x}" / Path(name).name
 
 
 class _RecordedLoader(_FabricDataLoader):

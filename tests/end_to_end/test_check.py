@@ -86,8 +86,10 @@ def test_a_script_that_is_right(check):
     assert [line[:32] for line in lines] == [
         "step 1: 6 gradients are the same",
         "step 2: 6 gradients are the same",
+        "Note: batch_size=8 of loader 0 i",
         "The same on 1 and on 2 ranks, fo",
     ]
+    assert "2 ranks train on 16 samples per step, and a run on one rank on 8." in lines[2]
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_a_script_that_is_right(check):
 def test_strategies_that_are_right(check, strategy, ranks):
     done = check(strategy, "shuffled", "--devices", str(ranks), "--steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(f"The same on 1 and on {ranks} ranks, for 1 steps (dropout was off).\n")
+    assert f"The same on 1 and on {ranks} ranks, for 1 steps (dropout was off)." in done.stdout
 
 
 @pytest.mark.slow
@@ -113,6 +115,55 @@ def test_what_is_wrong_is_named_with_its_likely_cause(check, how, step, words):
     found, likely = done.stdout.splitlines()[-2:]
     assert found.startswith(f"step {step}: the gradient of ")
     assert likely.startswith(f"Likely: {words}")
+
+
+RESUMES = """
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from fabric import Fabric
+
+fabric = Fabric(devices=2)
+fabric.launch()
+fabric.seed_everything(1)
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = TensorDataset(torch.randn(32, 4))
+loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8 // fabric.world_size))
+state = {"model": model, "optimizer": optimizer, "step": 0}
+if Path("last.pt").exists():
+    fabric.load("last.pt", state)
+fabric.load_latest("run", state)
+for (x,) in loader:
+    optimizer.zero_grad()
+    fabric.backward(model(x).square().mean())
+    optimizer.step()
+    state["step"] += 1
+    fabric.save("last.pt", state)
+    fabric.save_latest("run", state, step=state["step"])
+    before = state["step"]
+    state["step"] = 0
+    fabric.load("last.pt", state)
+    assert state["step"] == before
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exists", [False, True])
+def test_checkpoints_of_the_user_are_read_and_never_written(tmp_path, exists):
+    (tmp_path / "train.py").write_text(RESUMES)
+    if exists:
+        torch.manual_seed(5)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+        torch.save(state, tmp_path / "last.pt")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    command = [sys.executable, "-m", "fabric", "check", "--steps", "2", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Note" not in done.stdout
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.slow

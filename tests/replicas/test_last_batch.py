@@ -42,7 +42,9 @@ def test_a_last_batch_that_does_not_divide_is_warned_of_once(ranks, world, shuff
     rows = 8 * world - 1
     first, *others = ranks.run(warned, rows, {"shuffle": shuffle}, world_size=world)
     assert len(first) == 1
-    assert f"The last batch of this epoch has {4 * world - 1} rows, which {world} ranks cannot share" in first[0]
+    assert (
+        f"The last batch of this epoch has {4 * world - 1} rows, which {world} ranks cannot share" in first[0]
+    )
     assert others == [[]] * (world - 1)
 
 
