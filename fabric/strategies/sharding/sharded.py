@@ -25,6 +25,7 @@ from fabric.strategies.sharding._torch import (
     is_strided,
     set_frozen_group_dtypes,
 )
+from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
@@ -148,6 +149,7 @@ class FSDP2Runtime(DTensorLayout):
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
+        check_first_forward(module)
 
     def checks(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
         """Return a new check of the calls of a model."""

@@ -1,0 +1,101 @@
+"""Forwards that write parameters: an error where FSDP2 would lose the change, and right elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import UsageError
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Momentum(nn.Module):
+    """A key encoder that follows the query encoder, as in MoCo and BYOL."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self):
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            if self.how == "data":
+                key.data = key.data * 0.5 + query.data * 0.5
+            elif self.how == "copy":
+                key.data.mul_(0.5).add_(query.data, alpha=0.5)
+            else:
+                key.lerp_(query, 0.5)
+
+    def forward(self, x):
+        if self.how != "outside":
+            self.update()
+        return torch.cat([self.query(x) - self.key(x), self.query(x)], 1)
+
+
+class MaxNorm(nn.Linear):
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+def trained(model, wrap=None, update=None):
+    torch.manual_seed(1)
+    model = model()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    x = X
+    if wrap is not None:
+        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=wrap)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        x = X[fabric.global_rank :: fabric.world_size]
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward() if wrap is None else fabric.backward(loss)
+        optimizer.step()
+        if update:
+            (model if wrap is None else model.module).update()
+    return model.state_dict() if wrap is None else fabric.strategy.get_module_state_dict(model.module)
+
+
+def makers(kind):
+    return (lambda: MaxNorm(4, 4)) if kind == "renorm" else (lambda: Momentum(kind))
+
+
+def refused(kind, strategy):
+    name = "weight" if kind == "renorm" else "key.weight"
+    with pytest.raises(
+        UsageError, match=rf"The forward of .* wrote {name}, of which it has a gathered copy"
+    ):
+        trained(makers(kind), strategy)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("kind", ["data", "copy", "lerp", "renorm"])
+def test_a_write_that_would_be_lost_is_refused(ranks, kind, strategy, world):
+    ranks.run(refused, kind, strategy, world_size=world)
+
+
+def equal(kind, strategy, update):
+    make = makers(kind)
+    expected, found = trained(make, update=update), trained(make, strategy, update)
+    for name, value in expected.items():
+        if name in found:  # rank zero has all of it
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("kind", ["data", "copy", "lerp", "renorm"])
+def test_it_is_right_where_parameters_are_whole(ranks, kind, strategy):
+    ranks.run(equal, kind, strategy, False, world_size=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_the_same_write_after_the_step_is_right(ranks, strategy):
+    ranks.run(equal, "outside", strategy, True, world_size=2)
