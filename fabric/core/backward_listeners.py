@@ -37,7 +37,8 @@ def add_backward_listener(listener: Any) -> None:
     """Call `listener` in each pass from now on, in the order of registration; held weakly.
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
-    Its `after_nested_pass()` is called after a nested pass, in the thread of that pass.
+    Its `after_nested_pass()` is called after a nested pass, in the thread of that pass. Its
+    `after_grad(inputs)`, if it has one, is called after each `torch.autograd.grad`.
     """
     global _backward_patched
     if not any([known is listener for known in _backward_listeners.values()]):
@@ -45,6 +46,21 @@ def add_backward_listener(listener: Any) -> None:
     if not _backward_patched:
         _backward_patched = True
         torch.autograd.backward = _with_listeners(torch.autograd.backward)
+        torch.autograd.grad = _reported(torch.autograd.grad)
+
+
+def _reported(grad: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(grad)
+    def call(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        grads = grad(outputs, inputs, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            tensors = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+            for listener in list(_backward_listeners.values()):
+                if (after_grad := getattr(listener, "after_grad", None)) is not None:
+                    after_grad(tensors)
+        return grads
+
+    return call
 
 
 def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:

@@ -149,7 +149,8 @@ def _since(rows: Sequence[dict[str, Any]]) -> str:
     equal, now = rows[0]["steps"][0], max([row["steps"][1] for row in rows])
     since = f"between optimizer steps {equal} and {now}" if now > equal else f"after optimizer step {now}"
     since = since if now else "before the first optimizer step"
-    return f"It arose {since}, and was found at {rows[0]['place'].rpartition('/')[2]}."
+    place = rows[0]["place"].rpartition("/")[2]
+    return f"It arose {since}, and was found at the next call of all ranks, {place}."
 
 
 def _fact_cause(fact: str, steps: int) -> str:
@@ -164,7 +165,8 @@ def _fact_cause(fact: str, steps: int) -> str:
         return f"The optimizer was made with another {fact} on each rank. Write {remedy}"
     return (
         f"Each rank changed {fact} by itself, as a scheduler does that is stepped with the rank's own loss. "
-        f"Write scheduler.step(fabric.all_reduce(loss.detach())), or {remedy}"
+        f"Step it with a number that is the same on all ranks, scheduler.step(fabric.all_reduce(loss)), or "
+        f"write {remedy}"
     )
 
 
@@ -188,9 +190,10 @@ def _value_cause(name: str, by_rank: dict[int, ComparedTensor], values: dict[int
         return (
             "Gradients were changed after the backward on some ranks. Write fabric.all_reduce(p.grad) on all."
         )
-    first = "All ranks wrote it, with other values. A cause" if writes != {-1} else f"{_ON_ALL_RANKS} Another"
+    first = "All ranks wrote it, with other values. Causes" if writes != {-1} else f"{_ON_ALL_RANKS} Others"
     return (
-        f"{first} is a re-initialisation by each rank's own random numbers: call "
-        "torch.manual_seed(0) on all ranks before it, or fabric.broadcast the values. Another is gradients "
-        "that a rank changed after the backward: write fabric.all_reduce(p.grad)."
+        f"{first} are: random numbers of each rank (call torch.manual_seed(0) on all ranks before it, or "
+        "fabric.broadcast the values); gradients of torch.autograd.grad, or changed after the backward "
+        "(write fabric.all_reduce(grads) on all ranks); a forward that computes it from this rank's own rows "
+        "(write fabric.all_reduce(value) there)."
     )

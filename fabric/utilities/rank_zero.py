@@ -103,13 +103,14 @@ def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
         _log.info(*args, stacklevel=max(stacklevel - 2, 1), **kwargs)
 
 
-def rank_zero_warn(message: str | Warning, stacklevel: int | None = None, **kwargs: Any) -> None:
-    """Warn with `message` on rank zero. `kwargs` (`category`) are for `warnings.warn`.
+def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Warn with `message` on rank zero, at the caller's line. `kwargs` (`category`) are for `warnings.warn`.
 
-    `stacklevel`: 4 is the caller, 5 the caller's caller. None: the innermost line outside this package.
+    `stacklevel`: 4 is the caller, or if that is this package, the innermost line outside of it; 5 the
+    caller's caller.
     """
     if rank_zero_only.rank == 0:
-        level = library_frames() + 1 if stacklevel is None else max(stacklevel - 2, 1)
+        level = library_frames() + 1 if stacklevel == 4 else max(stacklevel - 2, 1)
         warnings.warn(message, stacklevel=level, **kwargs)
 
 

@@ -25,7 +25,7 @@ from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
-from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
+from fabric.strategies.buffers import broadcast_buffers, shared_buffers
 from fabric.strategies.ddp._torch import (
     NOT_AVERAGED,
     accumulator_of,
@@ -38,6 +38,7 @@ from fabric.strategies.ddp._torch import (
     restore_comm_hooks,
     running_node,
 )
+from fabric.strategies.ddp.replica_state import ReplicaState
 from fabric.strategies.ddp.shared import SharedParameters, replicas_reducing
 from fabric.strategies.layout import Layout
 from fabric.strategies.tensor_sync import (
@@ -75,7 +76,7 @@ class Replicate(Layout):
             kinds = [kind for kind in self.traits.replicates if kind != "buffers"]
             self.traits = replace(self.traits, replicates=tuple(kinds))
         # In the order of setup, since collectives of several replicas must have the same order on all ranks.
-        self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _ReplicaState]
+        self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, ReplicaState]
         self._replicas = weakref.WeakKeyDictionary()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._remove_step_listener: Callable[[], None] | None = None
@@ -172,7 +173,7 @@ class Replicate(Layout):
             UsageError: They differ; on all ranks.
         """
         parameters = list(parameters)
-        local = [state.at_setup for state in self._replicas.values() if state.local]
+        local = [state.at_setup for state in self._replicas.values() if state.is_unsynced()]
         grads = [p.grad for p in parameters if any([id(p) in held for held in local])]
         if not grads or self.channel is None:
             return
@@ -191,7 +192,18 @@ class Replicate(Layout):
         if len(args) == 1 and not kwargs:
             self.check_synced(parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
 
-    def _keep_local(self, state: _ReplicaState) -> None:
+    def after_grad(self, inputs: Iterable[Tensor]) -> None:
+        """Mark replicas as unsynchronised for whose parameters the loop computed gradients itself.
+
+        If it puts them into `.grad`, the next step compares them.
+        """
+        ids = {id(tensor) for tensor in inputs}
+        for state in self._replicas.values():
+            if not state.local and not ids.isdisjoint(map(id, state.trained)):
+                state.before_manual = state.grad_versions()
+                self._keep_local(state)
+
+    def _keep_local(self, state: ReplicaState) -> None:
         """Mark a replica's gradients as unsynchronised: it is new, or its next backwards do not average."""
         state.local = True
         self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
@@ -210,7 +222,7 @@ class Replicate(Layout):
         """Register a replica if it is new, and exclude parameters that another replica reduces."""
         state = self._replicas.get(replica)
         if state is None:
-            state = self._replicas[replica] = _ReplicaState(replica, self._syncs_buffers)
+            state = self._replicas[replica] = ReplicaState(replica, self._syncs_buffers)
             self._keep_local(state)
         state.reduced_elsewhere.update(reduced_elsewhere)
         named = [pair for pair in state.named() if pair[1] not in state.reduced_elsewhere]
@@ -305,10 +317,11 @@ class Replicate(Layout):
         if self.after_sync is not None and syncing and self.traits.lockstep:
             self.after_sync([replica.module for replica in syncing if self._replicas[replica].received_grad])
 
-    def _update_unsynced(self, before: list[tuple[_ReplicaState, list[Any]]]) -> None:
+    def _update_unsynced(self, before: list[tuple[ReplicaState, list[Any]]]) -> None:
         """Unmark the replicas whose gradients the backward averaged; remove the listener if none is left."""
         for state, grad_versions in before:
             state.local = grad_versions == state.grad_versions()
+            state.before_manual = state.before_manual if state.local else None
         local = self._unsynced or any([state.local for state in self._replicas.values()])
         if self._remove_step_listener is not None and not local:
             self._remove_step_listener()  # so a loop that always averages has no cost per step
@@ -376,7 +389,7 @@ class Replicate(Layout):
             if state.received_grad and state.versions_at_reduction is None and _is_finished(replica):
                 state.versions_at_reduction = state.grad_versions()
 
-    def _average_late_gradients(self, state: _ReplicaState) -> None:
+    def _average_late_gradients(self, state: ReplicaState) -> None:
         """At the end of a pass: average gradients if any rank added to them after their reduction.
 
         A gradient is then the mean, equal on all ranks, plus the local addition. Its mean over ranks is the
@@ -387,58 +400,6 @@ class Replicate(Layout):
         if any(on_any_rank([changed], channel)):
             trained = [p for p in state.trained if p.requires_grad]
             average_gradients(trained, channel, "DDP with reentrant checkpoints")
-
-
-class _ReplicaState:
-    """Parameters, buffers and hooks of a replica, as of the creation of its reducer."""
-
-    def __init__(self, replica: DistributedDataParallel, syncs_buffers: bool) -> None:
-        named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
-        self.names, self.trained = [name for name, _ in named], [p for _, p in named]
-        """Parameters of the reducer: trainable at that time, and not shared with another model."""
-        self.reduced_elsewhere: set[Tensor] = set()
-        """Parameters that replicas in `shared` reduce."""
-        self.shared: list[DistributedDataParallel] = []
-        self.hooks: list[Any] = []
-        self.at_setup = {id(p) for p in replica.module.parameters()}
-        synced = syncs_buffers and shared_buffers(replica.module)
-        self.buffers = SyncedBuffers(replica.module) if synced else None
-        """Buffers to broadcast, or None."""
-        self.nodes: dict[int, Any] = {}
-        """Graph nodes that write the gradients of parameters with our hook, by id of the parameter."""
-        self.local = False
-        """Whether its gradients may be unsynchronised."""
-        self.passes = 0
-        """Number of synchronising backwards that reached it."""
-        self.received_grad = False
-        """Whether the last synchronising pass reached it."""
-        self.versions_at_reduction: list[Any] | None = None
-        """Versions of the gradients after a reduction inside of that pass; None: there was none."""
-        self.has_bucket_views = replica.gradient_as_bucket_view
-        """Whether gradients are views of the reducer's buckets."""
-        self.views: dict[Tensor, Tensor] = {}
-        """{gradient: alias of its bucket memory}."""
-        self.pointers: list[int] = []
-
-    def record_views(self) -> None:
-        """Record the memory of the gradients."""
-        grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
-        self.views = {grad: grad.detach() for grad in grads}
-        self.pointers = [grad.data_ptr() for grad in grads]
-
-    def restore_views(self) -> None:
-        """Undo `p.grad.data = values`, which detaches a gradient from its bucket; keep the values."""
-        for view, memory in self.views.items():
-            memory.copy_(view)
-            view.data = memory
-
-    def named(self) -> list[tuple[str, Parameter]]:
-        """Return (name, parameter) of the reducer's parameters."""
-        return [*zip(self.names, self.trained, strict=True)]
-
-    def grad_versions(self) -> list[Any]:
-        """Return the version of each gradient."""
-        return [grad_version(p) for p in self.trained]
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

@@ -1,0 +1,71 @@
+"""`ReplicaState`: what the layout of DDP records of one replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric.strategies.buffers import SyncedBuffers, shared_buffers
+from fabric.strategies.tensor_sync import grad_version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class ReplicaState:
+    """Parameters, buffers and hooks of a replica, as of the creation of its reducer."""
+
+    def __init__(self, replica: DistributedDataParallel, syncs_buffers: bool) -> None:
+        named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
+        self.names, self.trained = [name for name, _ in named], [p for _, p in named]
+        """Parameters of the reducer: trainable at that time, and not shared with another model."""
+        self.reduced_elsewhere: set[Tensor] = set()
+        """Parameters that replicas in `shared` reduce."""
+        self.shared: list[DistributedDataParallel] = []
+        self.hooks: list[Any] = []
+        self.at_setup = {id(p) for p in replica.module.parameters()}
+        synced = syncs_buffers and shared_buffers(replica.module)
+        self.buffers = SyncedBuffers(replica.module) if synced else None
+        """Buffers to broadcast, or None."""
+        self.nodes: dict[int, Any] = {}
+        """Graph nodes that write the gradients of parameters with our hook, by id of the parameter."""
+        self.local = False
+        """Whether its gradients may be unsynchronised."""
+        self.before_manual: list[Any] | None = None
+        """Versions of the gradients when the loop called `torch.autograd.grad`; None: it did not."""
+        self.passes = 0
+        """Number of synchronising backwards that reached it."""
+        self.received_grad = False
+        """Whether the last synchronising pass reached it."""
+        self.versions_at_reduction: list[Any] | None = None
+        """Versions of the gradients after a reduction inside of that pass; None: there was none."""
+        self.has_bucket_views = replica.gradient_as_bucket_view
+        """Whether gradients are views of the reducer's buckets."""
+        self.views: dict[Tensor, Tensor] = {}
+        """{gradient: alias of its bucket memory}."""
+        self.pointers: list[int] = []
+
+    def record_views(self) -> None:
+        """Record the memory of the gradients."""
+        grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
+        self.views = {grad: grad.detach() for grad in grads}
+        self.pointers = [grad.data_ptr() for grad in grads]
+
+    def restore_views(self) -> None:
+        """Undo `p.grad.data = values`, which detaches a gradient from its bucket; keep the values."""
+        for view, memory in self.views.items():
+            memory.copy_(view)
+            view.data = memory
+
+    def named(self) -> list[tuple[str, Parameter]]:
+        """Return (name, parameter) of the reducer's parameters."""
+        return [*zip(self.names, self.trained, strict=True)]
+
+    def grad_versions(self) -> list[Any]:
+        """Return the version of each gradient."""
+        return [grad_version(p) for p in self.trained]
+
+    def is_unsynced(self) -> bool:
+        """Whether gradients may differ between ranks."""
+        return self.local and (self.before_manual is None or self.before_manual != self.grad_versions())

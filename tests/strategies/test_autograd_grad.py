@@ -1,0 +1,71 @@
+"""Gradients of `torch.autograd.grad`, which no layout averages, under replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import UsageError
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+
+def started(strategy):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def by_hand(strategy, averaged):
+    """After steps that fabric averages, one whose gradients the loop computes itself."""
+    fabric, model, optimizer = started(strategy)
+    x = X[fabric.global_rank :: fabric.world_size]
+    for _ in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    grads = fabric.all_reduce(list(grads)) if averaged else grads
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    if averaged:
+        optimizer.step()
+    else:
+        with pytest.raises(UsageError, match=r"put there by hand \(torch.autograd.grad\), were never sync"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_they_are_compared_at_the_step_that_uses_them(ranks, strategy, averaged, world):
+    ranks.run(by_hand, strategy, averaged, world_size=world)
+
+
+def beside(strategy, where):
+    """Gradients that the loop only looks at, or that are a part of the loss."""
+    fabric, model, optimizer = started(strategy)
+    x = X[fabric.global_rank :: fabric.world_size]
+    for _ in range(4):
+        optimizer.zero_grad()
+        if where == "rank zero" and fabric.global_rank == 0:
+            torch.autograd.grad(model.module(x).mean(), model.module[2].weight)
+        loss = model(x).square().mean()
+        if where == "before the backward":
+            torch.autograd.grad(loss, model.module[2].weight, retain_graph=True)
+        fabric.backward(loss)
+        if where == "after the backward" and fabric.global_rank == 0:
+            torch.autograd.grad(model.module(x).mean(), list(model.module.parameters()))
+        optimizer.step()
+    fabric.check_replicas()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("where", ["rank zero", "before the backward", "after the backward"])
+def test_a_look_at_them_is_no_error(ranks, strategy, where):
+    ranks.run(beside, strategy, where, world_size=2)
