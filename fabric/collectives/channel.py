@@ -122,12 +122,12 @@ class Channel:
             op: torch's operation, by which a large group may reduce the data in the frames.
 
         Returns:
-            The frames of all ranks (`guard.messages.Meeting`), or one with the reduced data. None where no
-            data were exchanged: a world of one, FABRIC_GUARD=light or off, or without the folder `guard/`.
+            The frames of all ranks (`guard.messages.GatheredFrames`), or one with the reduced data. None if
+            no data were exchanged: a world of one, FABRIC_GUARD=light or off, or without the folder `guard/`.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.
-            RankError: A rank went away, or did not come in time.
+            RankError: A rank exited, or did not make the call in time.
         """
         guard = self.guard
         return None if guard is None else guard.compare(call, payload, self, op)
@@ -153,11 +153,11 @@ class Channel:
             return [flat.view(1, -1).clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
         made = None if fits else room()
-        meeting = self.check_call(call, flats if fits else (), op)
-        if not fits or meeting is None:
+        frames = self.check_call(call, flats if fits else (), op)
+        if not fits or frames is None:
             return None, room() if fits else made
-        tables = meeting.columns(flats)
-        if op == dist.ReduceOp.AVG and meeting.ranks == 1:
+        tables = frames.columns(flats)
+        if op == dist.ReduceOp.AVG and frames.count == 1:
             tables = [table.div_(self.world_size) for table in tables]
         return tables, None
 

@@ -88,8 +88,8 @@ def tree(size: int, fan_out: int):
 
 def take_turn(one: ControlConnections, own: bytes, *more) -> list[bytes]:
     turn = one.start(own, *more)
-    assert turn.is_done(SECONDS)
-    return turn.by_place(len(one._ranks))
+    assert turn.wait(SECONDS)
+    return turn.rows_by_rank(len(one._ranks))
 
 
 @pytest.mark.parametrize(("size", "fan_out"), [(4, 1), (4, 2), (7, 2), (12, 3)])
@@ -146,7 +146,7 @@ def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
         made[tired].close("too long")
         others = [one for place, one in enumerate(made) if place != tired]
         found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks are here"}
+        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks made the call"}
         assert {one.lost for one in others} == {None}
 
 
@@ -154,13 +154,13 @@ def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
 def test_rounds_that_were_left_are_done_before_the_next_one(first_to_leave):
     with tree(4, 1) as (made, threads):
         left = made[first_to_leave].start(bytes([1 + first_to_leave]))
-        assert not left.is_done(0.01), "the others have not come"
+        assert not left.wait(0.01), "the others have not come"
         owns = [[bytes([1 + place]), bytes([10 + place])] for place in range(4)]
         todo = [own[1:] if place == first_to_leave else own for place, own in enumerate(owns)]
         run = lambda one, turns: [take_turn(one, own) for own in turns]  # noqa: E731
         got = list(threads.map(run, made, todo, timeout=SECONDS))
         assert [turns[-1] for turns in got] == [[b"\n", b"\x0b", b"\x0c", b"\r"]] * 4
-        assert left.by_place(4) == [b"\1", b"\2", b"\3", b"\4"]
+        assert left.rows_by_rank(4) == [b"\1", b"\2", b"\3", b"\4"]
 
 
 # Ranks as processes
@@ -168,7 +168,7 @@ def test_rounds_that_were_left_are_done_before_the_next_one(first_to_leave):
 
 def small(fan_out: int):
     """All groups of more than `fan_out` + 1 ranks are trees, and their frames have no rank's own data."""
-    return mock.patch.multiple(CallChecker, fan_out=fan_out, whole_up_to=1)
+    return mock.patch.multiple(CallChecker, fan_out=fan_out, gather_up_to=1)
 
 
 def verbs(fan_out):
@@ -221,7 +221,7 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
 
 def in_a_star():
     """Between the ranks whose frames have all data, and a tree: as before, floats are added up by torch."""
-    with mock.patch.object(CallChecker, "whole_up_to", 1):
+    with mock.patch.object(CallChecker, "gather_up_to", 1):
         fabric = launched()
         fabric.barrier()
         with counted() as calls:
@@ -324,7 +324,7 @@ def one_is_gone(gone):
         fabric, group = launched(), dist.new_group(range(7))
         fabric.all_reduce(1.0, group=group)
         if fabric.global_rank == gone:
-            guard_of(group).star.drop("as the end of the process does")
+            guard_of(group).connections.drop("as the end of the process does")
             return ""
         with pytest.raises(RankError) as caught:
             fabric.all_reduce(1.0, group=group)
@@ -343,11 +343,11 @@ def one_is_stopped():
     with small(1):
         fabric = launched()
         pids = fabric.all_gather_object(os.getpid())
-        waits, over, long = guard_of(dist.group.WORLD).waits, threading.Event(), threading.Event()
+        detector, over, long = guard_of(dist.group.WORLD).detector, threading.Event(), threading.Event()
 
         def wake():
             while not over.wait(0.02):
-                if waits.here is not None:
+                if detector.waiting is not None:
                     long.set()
                     os.kill(pids[3], signal.SIGCONT)
 
@@ -360,7 +360,7 @@ def one_is_stopped():
         over.set()
         if fabric.global_rank == 0:
             thread.join()
-        return total, waits.broken, long.is_set()
+        return total, detector.fatal_error, long.is_set()
 
 
 def test_a_rank_that_was_stopped_is_waited_for(seven):
@@ -381,6 +381,6 @@ def in_two_groups():
 def test_ranks_that_wait_in_two_groups(seven):
     texts = seven.run(in_two_groups, world_size=5)
     assert texts == [texts[0]] * 5
-    assert "They wait in different groups for each other" in texts[0]
+    assert "These ranks wait for each other in different groups" in texts[0]
     assert re.search(r"  1, 2 +all_reduce\(mean\) #1 of ranks 0-3 ", texts[0])
     assert re.search(r"  (\d, )+\d +all_reduce\(mean\) #2 of ranks 0-4 ", texts[0])

@@ -960,7 +960,7 @@ def one_is_gone():
         fabric, group = launched(), dist.new_group([0, 1, 2])
         fabric.all_reduce(1.0, group=group)
         if fabric.global_rank == 2:
-            guard_of(group).star.drop("as the end of the process does")
+            guard_of(group).connections.drop("as the end of the process does")
             return ""
         with pytest.raises(RankError) as caught:
             fabric.all_reduce(1.0, group=group)
@@ -970,7 +970,7 @@ def one_is_gone():
 def test_a_rank_that_ended_is_named_alone_also_without_a_watchdog(ranks):
     for text in ranks.run(one_is_gone, world_size=3)[:2]:
         assert "rank 2 ended, or does not answer (Connection closed by rank 2)" in text
-        assert "did not come" not in text
+        assert "did not join" not in text
 
 
 def nobody_listens():
