@@ -370,7 +370,7 @@ def check_forward_module(module: Any, verb: str) -> Module:
             f"{verb} needs a model that is set up, but got {type(module).__name__}. Write model = "
             "fabric.setup(model) first and pass that."
         )
-    joined: Module = module._fabric_joined
+    joined: Module = module._fabric_wrapped
     return joined
 
 

@@ -8,23 +8,19 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import counted, launched
+from connected_ranks import SECONDS, connected, exchange
 
 from fabric.core.errors import CollectiveMismatch, RankError
 from fabric.guard import messages
 from fabric.guard.call_checker import CallChecker, guard_of
-from fabric.guard.control_connections import ControlConnections, Listener, connect, neighbours
+from fabric.guard.control_connections import neighbours
 from fabric.testing import RankPool
-
-SECONDS = 20.0
-KEY = b"key of the group"
 
 
 @pytest.fixture(scope="module")
@@ -66,101 +62,82 @@ def test_large_trees_are_wide_and_flat(count, most, deep):
 # Ranks as threads
 
 
-@contextmanager
-def tree(size: int, fan_out: int):
-    """The connections of each rank of a group (10, 11, ...), and threads to run them in."""
-    ranks = range(10, 10 + size)
-    near = [neighbours(place, size, fan_out) for place in range(size)]
-    with ThreadPoolExecutor(size) as threads, ExitStack() as stack:
-        listeners = [stack.enter_context(Listener([block.start for block in below])) for _, below in near]
-
-        def make(place):
-            upper, below = near[place]
-            line = upper if upper is None else connect(place, upper, "localhost", listeners[upper].port, KEY)
-            lines = listeners[place].accept(KEY) if below else []
-            return ControlConnections(line, lines, ranks, place, fan_out)
-
-        made = list(threads.map(make, range(size), timeout=SECONDS))
-        yield made, threads
-        for one in made:
-            one.close("the test is over")
-
-
-def take_turn(one: ControlConnections, own: bytes, *more) -> list[bytes]:
-    turn = one.start(own, *more)
-    assert turn.wait(SECONDS)
-    return turn.rows_by_rank(len(one._ranks))
-
-
 @pytest.mark.parametrize(("size", "fan_out"), [(4, 1), (4, 2), (7, 2), (12, 3)])
 def test_all_get_what_each_has_sent(size, fan_out):
     draw = random.Random(size)
-    with tree(size, fan_out) as (made, threads):
+    with connected(size, fan_out) as (made, threads):
         for kinds in (1, 2, 2, size):
             texts = [draw.randbytes(draw.choice([1, 40, 300_000])) for _ in range(kinds)]
             owns = [draw.choice(texts) for _ in made]
-            assert list(threads.map(take_turn, made, owns, timeout=SECONDS)) == [owns] * size
+            assert list(threads.map(exchange, made, owns, timeout=SECONDS)) == [owns] * size
 
 
 def test_what_differs_is_sent_up_to_a_size(monkeypatch):
     monkeypatch.setattr(messages, "GROUPED_BYTES", 1000)
     owns = [bytes([place]) * 700 for place in range(4)]
-    with tree(4, 1) as (made, threads):
-        for found in threads.map(take_turn, made, owns, timeout=SECONDS):
+    with connected(4, 1) as (made, threads):
+        for found in threads.map(exchange, made, owns, timeout=SECONDS):
             assert [own.startswith(row) and len(row) >= 100 for own, row in zip(owns, found, strict=True)]
             assert sum(map(len, found)) <= 1000
 
 
 def test_rows_are_grouped_by_their_keys_and_combined_if_these_are_equal():
     combine = lambda rows: rows[0][:4] + bytes([sum([row[4] for row in rows])])  # noqa: E731
-    with tree(7, 2) as (made, threads):
+    with connected(7, 2) as (made, threads):
         owns = [b"same" + bytes([place]) for place in range(7)]
-        found = list(threads.map(lambda one, own: take_turn(one, own, 4, combine), made, owns))
+        found = list(threads.map(lambda one, own: exchange(one, own, 4, combine), made, owns))
         assert found == [[b"same" + bytes([21])] * 7] * 7
         owns[5] = b"else" + bytes([5])
-        found = list(threads.map(lambda one, own: take_turn(one, own, 4, combine), made, owns))
+        found = list(threads.map(lambda one, own: exchange(one, own, 4, combine), made, owns))
         assert found == [[b"same"] * 5 + [b"else", b"same"]] * 7
 
 
+SHAPES = [(3, 32, place) for place in range(3)] + [(4, 1, place) for place in range(4)]
+"""Size and fan-out of a group, a star and a chain, and one of its ranks."""
+LARGER = [(7, 2, place) for place in range(7)]
+
+
 @pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("gone", range(7))
-def test_a_rank_that_goes_is_named_to_all_that_wait_and_that_come_later(gone, sent):
-    with tree(7, 2) as (made, threads):
-        list(threads.map(take_turn, made, [b"a"] * 7, timeout=SECONDS))
+@pytest.mark.parametrize(("size", "fan_out", "gone"), SHAPES + LARGER)
+def test_a_rank_that_exits_is_named_to_all_that_wait_and_that_start_later(size, fan_out, gone, sent):
+    with connected(size, fan_out) as (made, threads):
+        list(threads.map(exchange, made, [b"a", *[b"b"] * (size - 1)], timeout=SECONDS))
         if sent:
             made[gone].start(b"d")
         made[gone].drop("the process ends")
         others = [one for place, one in enumerate(made) if place != gone]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
+        closed = f"Connection closed by rank {10 + gone}"
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
         first = {str(exception(SECONDS)) for exception in found}  # it may still end, if all have sent
-        assert first <= {f"Connection closed by rank {10 + gone}"} | ({"None"} if sent else set())
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {f"Connection closed by rank {10 + gone}"}
+        assert first <= ({closed, "None"} if sent else {closed})
+        assert len(first) == 1 or not made[0].is_star
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
+        assert {str(exception(SECONDS)) for exception in found} == {closed}
         assert {one.lost for one in others} == {10 + gone}
 
 
-@pytest.mark.parametrize("tired", range(4))
-def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
-    with tree(4, 1) as (made, threads):
-        list(threads.map(take_turn, made, [b"a"] * 4, timeout=SECONDS))
+@pytest.mark.parametrize(("size", "fan_out", "tired"), SHAPES)
+def test_a_rank_that_gives_up_is_not_taken_for_lost(size, fan_out, tired):
+    with connected(size, fan_out) as (made, threads):
+        list(threads.map(exchange, made, [b"a", *[b"b"] * (size - 1)], timeout=SECONDS))
         made[tired].close("too long")
         others = [one for place, one in enumerate(made) if place != tired]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
         assert {str(exception(SECONDS)) for exception in found} == {"not all ranks made the call"}
         assert {one.lost for one in others} == {None}
 
 
-@pytest.mark.parametrize("first_to_leave", range(4))
-def test_rounds_that_were_left_are_done_before_the_next_one(first_to_leave):
-    with tree(4, 1) as (made, threads):
+@pytest.mark.parametrize(("size", "fan_out", "first_to_leave"), SHAPES)
+def test_rounds_that_were_left_are_done_before_the_next_one(size, fan_out, first_to_leave):
+    with connected(size, fan_out) as (made, threads):
         left = made[first_to_leave].start(bytes([1 + first_to_leave]))
-        assert not left.wait(0.01), "the others have not come"
-        owns = [[bytes([1 + place]), bytes([10 + place])] for place in range(4)]
+        assert not left.wait(0.01), "the others have not started it"
+        owns = [[bytes([1 + place]), bytes([10 + place])] for place in range(size)]
         todo = [own[1:] if place == first_to_leave else own for place, own in enumerate(owns)]
-        run = lambda one, turns: [take_turn(one, own) for own in turns]  # noqa: E731
+        run = lambda one, messages: [exchange(one, message) for message in messages]  # noqa: E731
         got = list(threads.map(run, made, todo, timeout=SECONDS))
-        assert [turns[-1] for turns in got] == [[b"\n", b"\x0b", b"\x0c", b"\r"]] * 4
-        assert left.rows_by_rank(4) == [b"\1", b"\2", b"\3", b"\4"]
+        assert [rounds[-1] for rounds in got] == [[own[1] for own in owns]] * size
+        assert left.rows_by_rank(size) == [own[0] for own in owns]
 
 
 # Ranks as processes

@@ -14,28 +14,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from connected_ranks import KEY, SECONDS, connected
 
 from fabric.guard import control_connections as module
 from fabric.guard import handshake
 from fabric.guard.control_connections import ControlConnections, Listener, connect
-
-SECONDS = 20.0
-KEY = b"key of the group"
-
-
-@contextmanager
-def stars(size: int):
-    """One for each rank of a group, and threads to run them in. The ranks are called 10, 11, ..."""
-    ranks = range(10, 10 + size)
-    with ThreadPoolExecutor(size) as threads:
-        with Listener(range(1, size)) as listener:
-            port = listener.port
-            lines = [threads.submit(connect, at, 0, "localhost", port, KEY) for at in range(1, size)]
-            made = [ControlConnections(None, listener.accept(KEY), ranks, 0)]
-        made += [ControlConnections(line.result(SECONDS), [], ranks, at) for at, line in enumerate(lines, 1)]
-        yield made, threads
-        for one in made:
-            one.close("the test is over")
 
 
 def take_turn(one: ControlConnections, own: bytes) -> list[bytes]:
@@ -53,7 +36,7 @@ def all_take(
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_all_get_what_each_has_sent(size):
     draw = random.Random(size)
-    with stars(size) as (made, threads):
+    with connected(size) as (made, threads):
         for _ in range(30):
             owns = [draw.randbytes(draw.choice([1, 24, 8192, 300_000])) for _ in made]
             longest = max(map(len, owns))
@@ -62,60 +45,19 @@ def test_all_get_what_each_has_sent(size):
 
 
 def test_equal_messages_come_back_as_one():
-    with stars(3) as (made, threads):
+    with connected(3) as (made, threads):
         assert all_take(made, threads, [b"same"] * 3) == [[b"same"]] * 3
         assert all_take(made, threads, [b"same", b"same", b"samf"])[1] == [b"same", b"same", b"samf"]
 
 
 def test_more_than_connections_hold_at_a_time():
     owns = [bytes([at]) * 8_000_000 for at in range(3)]
-    with stars(3) as (made, threads):
+    with connected(3) as (made, threads):
         assert all_take(made, threads, owns) == [owns] * 3
 
 
-@pytest.mark.parametrize("first_to_leave", [0, 1, 2])
-def test_turns_that_were_left_are_done_before_the_next_one(first_to_leave):
-    with stars(3) as (made, threads):
-        left = made[first_to_leave].start(bytes([first_to_leave]))
-        assert not left.wait(0.01), "the others have not come"
-        owns = [[bytes([at]), bytes([10 + at])] for at in range(3)]
-        todo = [own[1:] if at == first_to_leave else own for at, own in enumerate(owns)]
-        run = lambda one, turns: [take_turn(one, own) for own in turns]  # noqa: E731
-        got = list(threads.map(run, made, todo, timeout=SECONDS))
-        assert [turns[-1] for turns in got] == [[b"\n", b"\x0b", b"\x0c"]] * 3
-        assert (left.row_bytes, left.rows) == (1, bytearray([0, 1, 2]))
-
-
-@pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_rank_that_goes_is_named_to_all_that_wait_and_that_come_later(gone, sent):
-    with stars(3) as (made, threads):
-        all_take(made, threads, [b"a", b"b", b"c"])
-        if sent:
-            made[gone].start(b"d")
-        made[gone].drop("the process ends")
-        others = [one for at, one in enumerate(made) if at != gone]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        first = {str(exception(SECONDS)) for exception in found}  # it may still end, if all have sent
-        assert first == {f"Connection closed by rank {10 + gone}"} or (sent and first == {"None"})
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {f"Connection closed by rank {10 + gone}"}
-        assert {one.lost for one in others} == {10 + gone}
-
-
-@pytest.mark.parametrize("tired", [0, 1, 2])
-def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
-    with stars(3) as (made, threads):
-        all_take(made, threads, [b"a", b"b", b"c"])
-        made[tired].close("too long")
-        others = [one for at, one in enumerate(made) if at != tired]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks made the call"}
-        assert {one.lost for one in others} == {None}
-
-
 def test_that_a_rank_has_gone_is_seen_behind_the_answer_to_the_turn_before():
-    with stars(3) as (made, _):
+    with connected(3) as (made, _):
         turns = [one.start(b"x") for one in made]
         assert turns[0].wait(SECONDS)
         made[2].drop("the process ends")
@@ -127,7 +69,7 @@ def test_that_a_rank_has_gone_is_seen_behind_the_answer_to_the_turn_before():
 
 
 def test_an_interrupt_in_the_middle_of_a_message_is_not_taken_for_one_between_them():
-    with stars(2) as (made, _):
+    with connected(2) as (made, _):
         turn = made[1].start(b"x")
         made[0].start(b"x")
         with (
@@ -271,7 +213,7 @@ def test_who_does_not_come_is_waited_for_only_so_long(monkeypatch):
 
 
 def test_the_copies_of_a_forked_process_do_not_keep_connections_open():
-    with stars(2) as (made, _):
+    with connected(2) as (made, _):
         here, there = socket.socketpair()
         with warnings.catch_warnings():  # Python 3.12 warns of the threads that this test has
             warnings.simplefilter("ignore", DeprecationWarning)
