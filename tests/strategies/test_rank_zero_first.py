@@ -277,7 +277,7 @@ def first_falls_silent(folder, watch):
     with watched, impatient(seconds=2):
         fabric = launched()
         if fabric.global_rank == 0 and watch != "off":
-            fabric.strategy.find_part("hang report").watchdog._over.set()
+            fabric.strategy.find_part("hang report").watchdog._stopped.set()
         if fabric.global_rank == 0:
             with fabric.rank_zero_first():
                 while not told.exists():
