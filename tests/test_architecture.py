@@ -323,6 +323,7 @@ def needed_by(deleted: str) -> set[str]:
 
 KERNEL_LOOP = """
 import sys, tempfile
+sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in repr(one)]  # finds deleted folders elsewhere
 from importlib import import_module
 import torch
 for name in MODULES:
