@@ -330,11 +330,11 @@ class ControlConnections:
         rows: list[Any] = [own, *[row for _, row in received]]
         key_len = control_round.key_len
         if all([size for size, _ in received]):
-            if all([row == own for row in rows]):
-                return len(own), own
             if control_round.combine and all([row[:key_len] == own[:key_len] for row in rows]):
                 combined = control_round.combine(rows)
                 return len(combined), combined
+            if all([row == own for row in rows]):
+                return len(own), own
             if self.is_star:
                 size = max(map(len, rows))
                 return size, bytearray().join([row.ljust(size, b"\0") for row in rows])

@@ -169,6 +169,8 @@ def verbs(fan_out):
                 "bools": fabric.all_reduce(torch.tensor([rank == 1, True, False]), reduce_op="min"),
                 "agree": fabric.agree({"lr": 0.1, "seeds": [1, 2], "x": torch.ones(3)}),
                 "inplace": fabric.all_reduce(torch.full((4, 2), float(rank)), reduce_op="sum"),
+                "equal": [fabric.all_reduce(3, reduce_op=op).item() for op in ("sum", "product")],
+                "equal mean": fabric.all_reduce(2.5).item(),
             }
         return found, dict(calls)
 
@@ -178,7 +180,7 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
     found = seven.run(verbs, fan_out, world_size=world)
     ranks = range(world)
     for values, calls in found:
-        assert calls == {"frame": 14}, "one round for each call, and no collective of torch"
+        assert calls == {"frame": 17}, "one round for each call, and no collective of torch"
         assert (values["any"], values["all"]) == ([True, False], [False, True])
         mean = sum(ranks) / world
         assert values["mean"]["a"].item() == mean
@@ -191,6 +193,8 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
         assert values["bools"].tolist() == [False, True, False]
         assert values["agree"]["x"].tolist() == [1.0, 1.0, 1.0]
         assert values["inplace"].tolist() == [[float(sum(ranks))] * 2] * 4
+        assert values["equal"] == [3 * world, 3**world]
+        assert values["equal mean"] == 2.5
         assert values["sum"].equal(found[0][0]["sum"]), "the same bits on all ranks"
     exact = torch.tensor([0.1, 1e8, -1e8, 0.3], dtype=torch.float32).double() * sum(range(world + 1))
     torch.testing.assert_close(found[0][0]["sum"].double(), exact, rtol=1e-6, atol=0)
@@ -204,14 +208,19 @@ def in_a_star():
         with counted() as calls:
             total = fabric.all_reduce(torch.tensor(0.1), reduce_op="sum")
             any_ = fabric.any(fabric.global_rank == 2)
-        return total.item(), any_, dict(calls)
+            counts = [
+                fabric.all_reduce(8, reduce_op="sum").item(),
+                fabric.all_reduce(fabric.global_rank + 1, reduce_op="product").item(),
+            ]
+        return total.item(), any_, counts, dict(calls)
 
 
 def test_a_star_combines_what_has_one_result_in_any_order(seven):
-    for total, any_, calls in seven.run(in_a_star, world_size=3):
+    for total, any_, counts, calls in seven.run(in_a_star, world_size=3):
+        assert counts == [24, 6], "also of equal numbers"
         assert total == pytest.approx(0.3)
         assert any_
-        assert calls == {"frame": 2, "all_reduce": 1}
+        assert calls == {"frame": 4, "all_reduce": 1}
 
 
 def large_and_light(mode):
