@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fabric.guard.control_connections import FAN_OUT, ControlConnections, _Connection, neighbours
 from fabric.guard.deadlocks import DeadlockDetector
 from fabric.guard.messages import KEY_BYTES, RankReport
-from fabric.guard.mismatch import from_text, mismatch_text, to_text
+from fabric.guard.mismatch import decode_report, encode_report, mismatch_text
 
 RANKS = (64, 1024, 4096, 16384)
 ROUNDS = 50
@@ -80,7 +80,7 @@ def _pair(place: int) -> tuple[_Connection, _Connection]:
 
 
 def _message(line: _Connection) -> tuple[int, bytes]:
-    while (message := line.take()) is None:
+    while (message := line.receive()) is None:
         line.send()
     return message
 
@@ -109,22 +109,22 @@ def judge(count: int) -> float:
     members = [*range(count)]
     for rank in ranks[1:]:
         rank.counts["0"], rank.members["0"] = 7, members
-        said = RankReport(rank.rank, "all_reduce(mean) #7", "float32[]", "train.py:12")
-        rank.here = rank.stand(said, 0.0, group="0", turn=7)
-        rank.tell(rank.here)
+        report = RankReport(rank.rank, "all_reduce(mean) #7", "float32[]", "train.py:12")
+        rank.waiting = rank.status(report, 0.0, group="0", number=7)
+        rank.publish_status(rank.waiting)
     begin = time.process_time()
     for _ in range(2):
         for rank in ranks[1:]:
-            rank.tell(rank.here)
-            rank.judge()
+            rank.publish_status(rank.waiting)
+            rank.detect_deadlock()
     return time.process_time() - begin
 
 
 def mismatch(count: int) -> tuple[int, float]:
     """Return the bytes that the first rank sends where one makes another call; and the seconds of a rank."""
     odd = count * 2 // 3
-    same = to_text(RankReport(0, "all_reduce(mean) #2", "x" * TEXT, "train.py:12"))
-    other = to_text(RankReport(0, "broadcast(src=0) #2", "y" * TEXT, "train.py:30"))
+    same = encode_report(RankReport(0, "all_reduce(mean) #2", "x" * TEXT, "train.py:12"))
+    other = encode_report(RankReport(0, "broadcast(src=0) #2", "y" * TEXT, "train.py:30"))
     below, message = None, None
     for place in path_to(odd, count):
         node = Node(place, count)
@@ -135,8 +135,8 @@ def mismatch(count: int) -> tuple[int, float]:
     _, rows = node.down(None)
     sent = (16 + len(rows)) * len(node.blocks)
     begin = time.process_time()
-    each = node.turn.by_place(count)
-    known = {row: from_text(0, row) for row in {*each}}
+    each = node.turn.rows_by_rank(count)
+    known = {row: decode_report(0, row) for row in {*each}}
     text = mismatch_text([known[row]._replace(rank=rank) for rank, row in enumerate(each)])
     seconds = time.process_time() - begin
     node.close()

@@ -52,7 +52,7 @@ _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRand
 
 
 def explains_arguments(verb: str) -> Callable[[C], C]:
-    """Decorate a method: arguments that it does not have are an error that says what to write."""
+    """Decorate a method: unknown arguments raise an error with the right ones."""
 
     def decorate(method: C) -> C:
         @wraps(method)
@@ -283,7 +283,7 @@ def check_loggers(given: Any) -> list[Any]:
 
 
 def check_callbacks(given: Any) -> list[Any]:
-    """Return the callbacks in a list; raises ArgumentTypeError for one without methods of its own."""
+    """Return the callbacks in a list; raises ArgumentTypeError for one that defines no method."""
     for one in (callbacks := _as_list(given)):
         if isinstance(one, type | str | Real | FunctionType | BuiltinFunctionType):
             raise ArgumentTypeError(
@@ -370,7 +370,7 @@ def check_forward_module(module: Any, verb: str) -> Module:
             f"{verb} needs a model that is set up, but got {type(module).__name__}. Write model = "
             "fabric.setup(model) first and pass that."
         )
-    joined: Module = module._fabric_joined
+    joined: Module = module._fabric_wrapped
     return joined
 
 

@@ -100,7 +100,7 @@ _FOREIGN_OPTIONS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors say what to write instead."""
+    """A parser whose errors contain what to write instead."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit with 2."""

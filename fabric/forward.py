@@ -1,7 +1,7 @@
-"""Forward plans whose outputs notice a backward: it is refused where it would be wrong, or a layout hears of
-it, to synchronise something after it.
+"""Forward plans with hooks on their outputs, which run when a backward reaches them.
 
-What precisions add to a forward: strategies/precise_forward.py.
+A hook raises where a plain backward would be wrong, or notifies a layout that synchronises after it. What
+precisions add to a forward: strategies/precise_forward.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Tensor = torch.Tensor
 
 
 class HookedForward:
-    """A forward or bound method of whose outputs each calls `reached` when a backward comes to it."""
+    """A forward or bound method; each of its outputs calls `on_backward` when a backward reaches it."""
 
     __slots__ = ("call",)
 
@@ -33,20 +33,20 @@ class HookedForward:
         out = self.call(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for leaf in (out,) if type(out) is _Tensor and out.requires_grad else differentiable(out):
-                if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
-                    (leaf if leaf._base is None else anchor(leaf)).register_hook(self.reached)
+                if leaf.grad_fn is not None:  # hooks of a parameter would stay forever
+                    (leaf if leaf._base is None else hook_target(leaf)).register_hook(self.on_backward)
         return out
 
-    def reached(self, grad: torch.Tensor) -> None:
-        """A backward has come to an output."""
+    def on_backward(self, grad: torch.Tensor) -> None:
+        """Do nothing; called by each backward that reaches an output."""
 
 
 class GuardedForward(HookedForward):
-    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises.
+    """A forward whose outputs raise in a plain `loss.backward()`, for strategies where it would be wrong.
 
     Args:
-        call: What runs.
-        gate: Of the strategy; its `open` is true while `fabric.backward` runs.
+        call: The forward.
+        gate: The gate of the strategy; its `open` is true while `fabric.backward` runs.
     """
 
     __slots__ = ("gate",)
@@ -55,13 +55,13 @@ class GuardedForward(HookedForward):
         super().__init__(call)
         self.gate = gate
 
-    def reached(self, grad: torch.Tensor) -> None:
-        """A backward has come to an output.
+    def on_backward(self, grad: torch.Tensor) -> None:
+        """Check that `fabric.backward` runs this backward.
 
         Raises:
             UsageError: A plain `loss.backward()` is running.
         """
-        if self.gate.open or not _accumulates(self.call):
+        if self.gate.open or not _writes_gradients(self.call):
             return
         raise UsageError(
             "loss.backward() was called where it gives wrong gradients: this strategy or precision has to "
@@ -69,10 +69,10 @@ class GuardedForward(HookedForward):
         )
 
 
-class HookedCall(HookedForward):
-    """A forward or bound method whose outputs tell the layout when a backward reaches them.
+class NotifyingForward(HookedForward):
+    """A forward or bound method whose outputs notify the layout when a backward reaches them.
 
-    Buffers are sent at the end of a backward pass, where all ranks are: so an evaluation forward sends none.
+    The layout synchronises buffers after a backward, which all ranks run. So evaluation sends none.
     """
 
     __slots__ = ("layout", "replica")
@@ -82,26 +82,25 @@ class HookedCall(HookedForward):
         self.layout = layout
         self.replica = replica
 
-    def reached(self, grad: torch.Tensor) -> None:
-        """Tell the layout."""
+    def on_backward(self, grad: torch.Tensor) -> None:
+        """Notify the layout."""
         self.layout.on_reached(self.replica)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("call", *HookedCall.__slots__):  # not set yet, while copying
+        if name in ("call", *NotifyingForward.__slots__):  # not set yet, while copying
             raise AttributeError(name)
         return getattr(self.call, name)
 
 
 def differentiable(tree: Any) -> list[torch.Tensor]:
-    """The tensors of `tree` that a backward pass starts from or passes through."""
+    """Return the tensors of `tree` that require gradients."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Tensor) and leaf.requires_grad]
 
 
-def anchor(tensor: torch.Tensor) -> torch.Tensor:
+def hook_target(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on which to register a hook for a backward that reaches `tensor`.
 
-    In-place changes drop hooks of views. A view of what was there before the call (an input) is its own
-    anchor.
+    In-place changes drop hooks of views, so a view's base is hooked. A view of an input is hooked itself.
     """
     base = tensor._base
     if base is None or base.grad_fn is None:
@@ -109,10 +108,10 @@ def anchor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_custom_function_input(tensor) else base
 
 
-def _accumulates(plan: Any) -> bool:
+def _writes_gradients(plan: Any) -> bool:
     """Whether the backward pass that runs now writes `.grad` of the module behind `plan`.
 
-    `torch.autograd.grad` (a gradient penalty) writes none, gives true gradients, and is left alone.
+    `torch.autograd.grad` (a gradient penalty) writes none, and its gradients are right.
     """
     while hasattr(plan, "call"):
         plan = plan.call
@@ -122,5 +121,5 @@ def _accumulates(plan: Any) -> bool:
     edges = [torch.autograd.graph.get_gradient_edge(p) for p in module.parameters() if p.requires_grad]
     try:
         return any([will_run(edge.node) for edge in edges])
-    except RuntimeError:  # torch's answer where these very parameters are what autograd.grad was asked for
+    except RuntimeError:  # raised by torch if autograd.grad was called with these parameters as inputs
         return False

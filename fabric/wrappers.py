@@ -1,7 +1,8 @@
-"""Wrappers that `fabric.setup` returns: the user's module, optimizer and loader with a plan, nothing else.
+"""Wrappers of modules and optimizers that `fabric.setup` returns.
 
-Invariants. A module wrapper has the tables of the user's module, and the plan as its own `forward`.
-An optimizer wrapper is a view: its class derives from the user's class, all it has is the real one's.
+Invariants. A module wrapper shares the tables of the user's module, and its `forward` is the strategy's plan.
+An optimizer wrapper is a view: its class derives from the user's class, and its attributes are those
+of the real optimizer.
 """
 
 from __future__ import annotations
@@ -37,33 +38,32 @@ _COMPILED = "_orig_mod."
 
 
 def _device_of(module: Module, strategy: Any) -> torch.device:
-    """Return the device of inputs: that of the module's tensors, unless those are sharded or elsewhere."""
-    held = itertools.chain(module.parameters(), module.buffers())
-    first = next((tensor for tensor in held if not tensor.is_meta), None)
-    elsewhere = first is None or strategy.traits.splits_parameters
-    device: torch.device = strategy.root_device if elsewhere else first.device  # type: ignore[union-attr]
+    """Return the device of inputs: of the module's first tensor, or the rank's if that is sharded or meta."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    first = next((tensor for tensor in tensors if not tensor.is_meta), None)
+    uses_root = first is None or strategy.traits.splits_parameters
+    device: torch.device = strategy.root_device if uses_root else first.device  # type: ignore[union-attr]
     return device
 
 
 def _dtype_of(module: Module, strategy: Any) -> torch.dtype:
-    held = itertools.chain(module.parameters(), module.buffers())
-    return next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.get_default_dtype())
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
 
 
-_FACTS: dict[str, Callable[[Module, Any], Any]] = {"device": _device_of, "dtype": _dtype_of}
-"""`model.device` and `model.dtype` where the user's module has none of its own. Both follow `.to()`."""
+_TENSOR_PROPERTIES: dict[str, Callable[[Module, Any], Any]] = {"device": _device_of, "dtype": _dtype_of}
+"""`model.device` and `model.dtype` of modules that do not define them. Both change with `.to()`."""
 
 
 class _FabricModule(Module):
-    """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
+    """The user's module with the forward plan of a strategy. All other attributes are the user's module's.
 
-    The wrapper and the user's module share the dictionaries of `MODULE_TABLES`: what torch reads or writes on
-    the wrapper directly (parameters, children, `functional_call`, hooks of state dicts) is the user's
-    module's.
+    The wrapper and the user's module share the dictionaries of `MODULE_TABLES`. So torch reads and writes
+    parameters, children and hooks of state dicts on the user's module, also in `functional_call`.
 
     Args:
-        forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
-        strategy: Gives the plans.
+        forward_module: The module that runs forwards: the user's module, or DDP around it, compiled or not.
+        strategy: The strategy, which makes the plans.
         original_module: The user's module; None: `forward_module` itself.
     """
 
@@ -71,10 +71,10 @@ class _FabricModule(Module):
         original = original_module if original_module is not None else forward_module
         super().__init__()
         own = self.__dict__
-        own["_forward_module"] = forward_module  # no child: children are the user's module's
+        own["_forward_module"] = forward_module  # not in _modules: children are those of the user's module
         own["_strategy"] = strategy
-        # What the layout wrapped: methods other than forward run uncompiled, and are synchronised through it.
-        own["_fabric_joined"] = forward_module._orig_mod if is_compiled(forward_module) else forward_module
+        # The module that the layout wrapped. Methods other than forward run uncompiled, synchronised by it.
+        own["_fabric_wrapped"] = forward_module._orig_mod if is_compiled(forward_module) else forward_module
         own["_fabric_marked"] = set(getattr(original, "_fabric_forward_methods", ()))
         own["forward"] = strategy.forward_plan(forward_module)
         own.update({name: original.__dict__[name] for name in MODULE_TABLES if name in original.__dict__})
@@ -88,11 +88,11 @@ class _FabricModule(Module):
         return original
 
     def mark_forward_method(self, method: MethodType | str) -> None:
-        """Give another method of the module what forward has: precision, gradient sync.
+        """Run another method of the module like forward: with precision and gradient synchronisation.
 
         Raises:
             ConfigurationError: The method is `forward` itself.
-            ArgumentTypeError: Neither a name nor a method.
+            ArgumentTypeError: `method` is neither a name nor a method.
             AttributeError: The module has no such method.
         """
         name = method if isinstance(method, str) else getattr(method, "__name__", None)
@@ -112,8 +112,9 @@ class _FabricModule(Module):
         self._fabric_marked.add(name)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict under the user's own keys. Where it is split, it comes whole, and all ranks must
-        call this.
+        """Return the unsharded state dict under the user's own keys.
+
+        If parameters are sharded, all ranks must call this.
         """
         if self._strategy.traits.splits_parameters and not kwargs.get("keep_vars"):
             return self._full_state(args[0] if args else kwargs.get("destination"), prefix)
@@ -136,19 +137,20 @@ class _FabricModule(Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a state dict under the user's own keys (or those of a compiled module). Where the model is
-        split, all ranks must call this.
+        """Load a state dict under the user's own keys, or under those of a compiled module.
+
+        If parameters are sharded, all ranks must call this.
         """
         if self._strategy.layout_loads:
-            told = self._strategy.load_module_state_dict(self, dict(state_dict), strict)
+            result = self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         else:
             fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
-            told = self.module.load_state_dict(fitted, strict=strict, **kwargs)
-        warn_if_unloaded(told, state_dict)
-        return told
+            result = self.module.load_state_dict(fitted, strict=strict, **kwargs)
+        warn_if_unloaded(result, state_dict)
+        return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A module around this wrapper is being loaded. The keys are the user's, those of compiled parts not.
+        # A parent module loads `state_dict`, whose keys do not have the prefix of compiled modules.
         for key in [key for key in self.module.state_dict() if _COMPILED in key]:
             name = f"{prefix}{key.replace(_COMPILED, '')}"
             if name in state_dict:
@@ -156,17 +158,17 @@ class _FabricModule(Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True) -> Self:
-        """Training or evaluation mode, for the user's module and what is around it."""
+        """Set training or evaluation mode, for the user's module and the modules around it."""
         self.__dict__["training"] = mode
         self._forward_module.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters."""
+        """Reset the gradients of all parameters."""
         self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> Self:
-        """`fn` on every module of the user's module."""
+        """Apply `fn` to the user's module and all its submodules."""
         self.module.apply(fn)
         return self
 
@@ -177,7 +179,7 @@ class _FabricModule(Module):
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
-        """The user's module and the modules in it, under the user's own names."""
+        """The user's module and its submodules, under the user's own names."""
         for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
             if not is_compiled(module):
                 yield f"{name}.".replace(_COMPILED, "").removesuffix("."), module
@@ -188,17 +190,17 @@ class _FabricModule(Module):
             raise AttributeError(name)
         original, strategy = own["_fabric_original"], own["_strategy"]
         plain = strategy.plain_methods and name not in own["_fabric_marked"]
-        added = None if plain else strategy.layout.model_method(own["_fabric_joined"], name)
+        added = None if plain else strategy.layout.model_method(own["_fabric_wrapped"], name)
         if added is not None:
-            return strategy.method_plan(own["_fabric_joined"], added, True)
+            return strategy.method_plan(own["_fabric_wrapped"], added, True)
         try:
             value = getattr(original, name)
         except AttributeError:
-            if name not in _FACTS or hasattr(type(original), name):
+            if name not in _TENSOR_PROPERTIES or hasattr(type(original), name):
                 raise
-            return _FACTS[name](original, strategy)
+            return _TENSOR_PROPERTIES[name](original, strategy)
         if not plain and isinstance(value, MethodType) and value.__self__ is original:
-            return strategy.method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
+            return strategy.method_plan(own["_fabric_wrapped"], value, name in own["_fabric_marked"])
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -208,9 +210,9 @@ class _FabricModule(Module):
                 f"model.module is your own {type(self.module).__name__}. Write model.module.module = ... to "
                 "set its attribute 'module'."
             )
-        # A forward put in place of the class's is the user's: the plan stays around it.
-        mine = name in own or hasattr(type(self), name)
-        if "_fabric_original" not in own or (mine and name != "forward"):
+        # Assigning `forward` replaces that of the user's module; the plan stays.
+        is_own = name in own or hasattr(type(self), name)
+        if "_fabric_original" not in own or (is_own and name != "forward"):
             super().__setattr__(name, value)
         else:
             setattr(own["_fabric_original"], name, value)
@@ -231,26 +233,26 @@ class _FabricModule(Module):
 
 
 class _FabricContainer(_FabricModule):
-    """Around an `nn.Sequential`, `nn.ModuleDict` or the like: layers by index are the user's, as by name."""
+    """The wrapper of `nn.Sequential`, `nn.ModuleDict` and the like, with indexing, `len` and iteration."""
 
 
-def _of_module(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _on_module(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda model, *args: operation(model.module, *args)
 
 
-# Looked up on the class, by Python itself.
+# Python looks special methods up on the class.
 for _operation in (getitem, setitem, delitem, len, iter, contains, bool):
-    setattr(_FabricContainer, f"__{_operation.__name__}__", _of_module(_operation))
+    setattr(_FabricContainer, f"__{_operation.__name__}__", _on_module(_operation))
 
 
 class _FabricOptimizer:
-    """A view of the user's optimizer, of the same class, whose step goes through the strategy.
+    """A view of the user's optimizer, an instance of its class, whose `step` is the strategy's.
 
-    Every other attribute and method is the real optimizer's, called on the real one.
+    All other attributes and methods are looked up on the real optimizer.
 
     Args:
-        optimizer: The real one.
-        strategy: Gives the step plan.
+        optimizer: The real optimizer.
+        strategy: The strategy, which makes the step plan.
         callbacks: Objects whose `on_after_optimizer_step(strategy=, optimizer=)` is called after each step.
     """
 
@@ -272,7 +274,7 @@ class _FabricOptimizer:
         ]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Nothing: a registry in the `__init_subclass__` of the user's optimizer must not see views."""
+        """Do nothing: a registry in `__init_subclass__` of the user's optimizer must not contain views."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -281,13 +283,13 @@ class _FabricOptimizer:
         return inner
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step, with what precision and strategy add to it (loss scaling); what the optimizer returns."""
+        """Run a step, with loss scaling and the strategy's part; return the optimizer's result."""
         own = self.__dict__
         inner, plan = own["_fabric_inner"], own["_fabric_plan"]
         if plan is not None:
             result = plan(inner, **kwargs) if closure is None else plan(inner, closure=closure, **kwargs)
         else:
-            # Looked up each time: a scheduler may have put a counting step on the instance.
+            # Looked up each time: schedulers replace `step` of the instance by one that counts.
             result = inner.step(**kwargs) if closure is None else inner.step(closure, **kwargs)
         for callback in own["_fabric_callbacks"]:
             callback.on_after_optimizer_step(strategy=own["_fabric_strategy"], optimizer=inner)
@@ -297,10 +299,10 @@ class _FabricOptimizer:
         """Add the parameters of `param_group`. All ranks must call this.
 
         Raises:
-            UsageError: The strategy cannot take in more.
+            UsageError: The strategy cannot add parameters after setup.
         """
-        given = param_group["params"]
-        params = [given] if hasattr(given, "requires_grad") else list(given)
+        params = param_group["params"]
+        params = [params] if hasattr(params, "requires_grad") else list(params)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         layout = self.__dict__["_fabric_strategy"].layout
         layout.check_added(plain)
@@ -308,22 +310,22 @@ class _FabricOptimizer:
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """The real optimizer's own."""
-        # Inherited, it would look everything up through the view.
+        """Call `zero_grad` of the real optimizer."""
+        # The inherited method would read each attribute through the view.
         return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state of the real optimizer. Where it is split, all ranks must call this."""
+        """Return the unsharded state of the real optimizer. If it is sharded, all ranks must call this."""
         strategy = self.__dict__["_fabric_strategy"]
         if strategy.traits.splits_optimizers:
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            owners = names_of_owners(held, strategy.modules)
+            tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
+            owners = names_of_owners(tensors, strategy.modules)
             strategy.check_barrier("state_dict", f"of {type(self.optimizer).__name__} of {owners}")
         state: dict[str, Any] = strategy.get_optimizer_state(self.optimizer)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full `state_dict` into the real optimizer. Where it is split, all ranks must call this."""
+        """Load an unsharded `state_dict`. If the optimizer is sharded, all ranks must call this."""
         self.__dict__["_fabric_strategy"].load_optimizer_state(self.optimizer, state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -333,7 +335,7 @@ class _FabricOptimizer:
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Schedulers put a counting `step` on the instance that they are given.
+        # Schedulers replace `step` of their instance by one that counts.
         if name == "step":
             object.__setattr__(self, name, value)
         else:
@@ -361,11 +363,11 @@ class _FabricOptimizer:
         return sorted({*object.__dir__(self), *dir(self.optimizer)})
 
 
-def _onto_inner(name: str) -> property:
+def _inner_attribute(name: str) -> property:
     return property(lambda view: getattr(view.__dict__["_fabric_inner"], name))
 
 
-def _method_of_inner(name: str) -> property:
+def _inner_method(name: str) -> property:
     def bound(view: Any) -> Any:
         inner = view.__dict__["_fabric_inner"]
         return view.__dict__["_fabric_strategy"].layout.optimizer_method(inner, getattr(inner, name))
@@ -375,20 +377,20 @@ def _method_of_inner(name: str) -> property:
 
 @cache
 def _view_type(kind: type) -> type:
-    """The class of views onto optimizers of class `kind`; one per class, so that types compare equal."""
+    """Return the class of views of optimizers of class `kind`; one per class, so that types compare equal."""
     names = {*dir(kind), "param_groups", "state", "defaults"}
-    # All of the class's names, so that what an instance has in place of its class's is found too.
-    members = {name: _onto_inner(name) for name in names if not name.startswith("__")}
+    # Properties for all names of the class: the inner instance may override any of them.
+    members = {name: _inner_attribute(name) for name in names if not name.startswith("__")}
     for name in members.keys() - {*dir(torch.optim.Optimizer)}:
         if isinstance(getattr(kind, name, None), FunctionType):
-            members[name] = _method_of_inner(name)
+            members[name] = _inner_method(name)
     for name in set(members) & set(vars(_FabricOptimizer)):
         del members[name]
     return type(f"Fabric{kind.__name__}", (_FabricOptimizer, kind), {"__module__": __name__, **members})
 
 
 def unwrap(obj: Any) -> Any:
-    """The user's own object inside wrappers and torch.compile; any other `obj` is given back."""
+    """Return the user's object inside wrappers and torch.compile; any other `obj` unchanged."""
     while True:
         if isinstance(obj, _FabricModule):
             obj = obj.module
@@ -396,19 +398,19 @@ def unwrap(obj: Any) -> Any:
             obj = obj.optimizer
         elif isinstance(obj, _FabricDataLoader):
             obj = obj._dataloader
-        elif type(obj).__name__ == "OptimizedModule":  # as in is_compiled, without its frame
+        elif type(obj).__name__ == "OptimizedModule":  # is_compiled inlined, for one Python frame less
             obj = obj._orig_mod
         else:
             return obj
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """`collection`, a nesting of objects, with each of them unwrapped."""
+    """Return the nested `collection` with each object unwrapped."""
     return map_tree(unwrap, collection)
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether `obj` came out of `fabric.setup`, `setup_module`, `setup_optimizers` or `setup_dataloaders`."""
+    """Whether `fabric.setup`, `setup_module`, `setup_optimizers` or `setup_dataloaders` returned `obj`."""
     while type(obj).__name__ == "OptimizedModule":
         obj = obj._orig_mod  # type: ignore[attr-defined]
     return isinstance(obj, _FabricModule | _FabricOptimizer | _FabricDataLoader)

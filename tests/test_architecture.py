@@ -323,6 +323,8 @@ def needed_by(deleted: str) -> set[str]:
 
 KERNEL_LOOP = """
 import sys, tempfile
+# Of an editable install: it finds deleted folders.
+sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in repr(one)]
 from importlib import import_module
 import torch
 for name in MODULES:

@@ -48,7 +48,7 @@ def agreed(value: Any, channel: Channel) -> Any:
 def _is_one_message(value: Any, channel: Channel) -> bool:
     """Whether all ranks of a large group have a value of the same bytes, seen in the frames of one call."""
     guard = channel.guard
-    if guard is None or not guard.combines:
+    if guard is None or not guard.reduces_data:
         return False
     with channel.validating("agree"):
         pickled = PickledObject(value, "agree")
@@ -58,9 +58,9 @@ def _is_one_message(value: Any, channel: Channel) -> bool:
     )
     bits = torch.tensor([*digest, *[255 - byte for byte in digest]], dtype=torch.uint8, device="cpu")
     call = call_of("agree", "whether the values are equal")
-    meeting = channel.check_call(call, [bits], torch.distributed.ReduceOp.BAND)
+    frames = channel.check_call(call, [bits], torch.distributed.ReduceOp.BAND)
     # A bit that is set on all ranks is left in the first half, one that is set on none in the second half.
-    return meeting is not None and torch.equal(meeting.columns([bits])[0][0], bits)
+    return frames is not None and torch.equal(frames.columns([bits])[0][0], bits)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,8 +1,7 @@
-"""`Channel`: a group of ranks as the tree verbs see it: its collective, its guard, and what its backend can
-send.
+"""`Channel`: a group of ranks for the tree verbs: its collective, its call checker, its backend's devices.
 
-Beside it what every tree verb does first: leaves become tensors, names become operations, and what cannot be
-is refused. All that one rank needs; how data travel is in frames.py.
+Also the first steps of each tree verb: convert leaves to tensors and names to operations, and refuse others.
+This is all that one rank needs. Wire formats are in frames.py.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ def transport_of(device: torch.device, backends: str) -> Transport:
     """Return the `Transport` of a group on this rank.
 
     Args:
-        device: The rank's own.
-        backends: Of the group, as `torch.distributed.get_backend_config` tells them: "cpu:gloo,cuda:nccl".
+        device: The device of this rank.
+        backends: From `torch.distributed.get_backend_config`: "cpu:gloo,cuda:nccl".
     """
     by_type = dict([pair.split(":", 1) for pair in backends.split(",")])
-    # gloo knows other devices by name, too, and not all operations on them.
+    # gloo accepts other device types, but does not support all operations on them.
     types = [kind for kind, backend in by_type.items() if kind == "cpu" or backend != "gloo"]
     home = next((kind for kind in (device.type, "cpu") if kind in types), types[0])
     staging = device if home == device.type else torch.device(home)
@@ -82,7 +81,7 @@ class Channel:
     def __init__(self, collective: Collective, transport: Transport) -> None:
         self.collective, self.transport = collective, transport
         self.facts: Any = None
-        """What ranks compare in each call beside the call itself: see `Part.facts`."""
+        """The facts that ranks compare in each call, in addition to the call: see `Part.facts`."""
         self._guard: Callable[[], Any | None] = lambda: None
 
     def __reduce__(self) -> Any:
@@ -122,12 +121,12 @@ class Channel:
             op: torch's operation, by which a large group may reduce the data in the frames.
 
         Returns:
-            The frames of all ranks (`guard.messages.Meeting`), or one with the reduced data. None where no
-            data were exchanged: a world of one, FABRIC_GUARD=light or off, or without the folder `guard/`.
+            The frames of all ranks (`guard.messages.GatheredFrames`), or one with the reduced data. None if
+            no data were exchanged: a world of one, FABRIC_GUARD=light or off, or without the folder `guard/`.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.
-            RankError: A rank went away, or did not come in time.
+            RankError: A rank exited, or did not make the call in time.
         """
         guard = self.guard
         return None if guard is None else guard.compare(call, payload, self, op)
@@ -153,11 +152,11 @@ class Channel:
             return [flat.view(1, -1).clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
         made = None if fits else room()
-        meeting = self.check_call(call, flats if fits else (), op)
-        if not fits or meeting is None:
+        frames = self.check_call(call, flats if fits else (), op)
+        if not fits or frames is None:
             return None, room() if fits else made
-        tables = meeting.columns(flats)
-        if op == dist.ReduceOp.AVG and meeting.ranks == 1:
+        tables = frames.columns(flats)
+        if op == dist.ReduceOp.AVG and frames.count == 1:
             tables = [table.div_(self.world_size) for table in tables]
         return tables, None
 
@@ -170,7 +169,7 @@ class Channel:
 
     @contextmanager
     def validating(self, verb: str) -> Iterator[None]:
-        """In the block the arguments of `verb` are looked at: an error is told to the ranks that wait in it.
+        """Check the arguments of `verb` in the block; an error there is sent to the ranks that wait in it.
 
         Raises:
             CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
@@ -183,12 +182,12 @@ class Channel:
             self.abort_call(verb, error)
 
     def abort_call(self, verb: str, error: FabricError) -> NoReturn:
-        """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
+        """Report to the ranks that wait in `verb` that this one refuses its arguments; then raise `error`.
 
         Raises:
             CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
         """
-        if self.world_size > 1:  # raises for ranks outside the group: nobody waits for them
+        if self.world_size > 1:  # raises for ranks outside the group: no rank waits for them
             from fabric.collectives.frames import REFUSED, call_of
 
             # Alike is the kind of mistake; its text may name values, of which every rank has its own.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fabric.core.tree import Spec
 
 FRAME_BYTES = 8192
-"""Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
+"""Most bytes of a frame."""
 PAYLOAD_BYTES = FRAME_BYTES - 48
 """Bytes of data that fit into a frame, behind its header (guard/messages.py)."""
 COMBINED_BYTES = 64
@@ -55,7 +55,7 @@ class CallSignature(NamedTuple):
     what: str
     """Structure, shapes and dtypes of the data, for people."""
     digest: bytes
-    """16 bytes that stand for both."""
+    """16 bytes: the hash of both."""
     patient: bool = False
     """Whether ranks wait in it as long as the others live, however long collectives wait."""
 

@@ -96,7 +96,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     if (
         name is None
         or guard is None
-        or not guard.whole
+        or not guard.gathers_data
         or (dtype is not torch.float32 and dtype is not torch.float64)
         or tensor.layout is not torch.strided
         or tensor.is_nested
@@ -108,10 +108,10 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     ):
         return False
     with torch.no_grad():
-        meeting = channel.check_call(tree_call(name[0], LEAF, [tensor]), [tensor])
-        if meeting is None:  # the first call of the group turned the call check off
+        frames = channel.check_call(tree_call(name[0], LEAF, [tensor]), [tensor])
+        if frames is None:  # the first call of the group turned the call check off
             return False
-        tensor.view(-1).copy_(fold(meeting.columns([tensor])[0], name[1]))
+        tensor.view(-1).copy_(fold(frames.columns([tensor])[0], name[1]))
     return True
 
 

@@ -40,11 +40,16 @@ PARTS = ("watchdog", "replicas")
 
 
 def find_slice(name: str) -> Any | None:
-    """Return the module of a slice; None if its folder was deleted."""
+    """Return the module of a slice; None if its folder, or one that it needs, was deleted."""
     path = SLICES[name]
     if (module := sys.modules.get(path)) is not None:
         return module
-    return import_module(path) if _exists(path) else None
+    try:
+        return import_module(path) if _exists(path) else None
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "fabric":
+            raise
+        return None
 
 
 @cache

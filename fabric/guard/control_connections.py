@@ -1,9 +1,9 @@
-"""`ControlConnections`: sockets between a group's ranks, in a tree; all ranks receive what each one sends.
+"""`ControlConnections`: sockets between a group's ranks, in a tree; all ranks receive the message of each.
 
-By sockets of its own: a message is there and back in some 40 us, where gloo's all_gather takes 300 (measured:
-benchmarks/results/2026-11-25-frames.md). A small group is a star around its first rank. In a larger one inner
-ranks join what the ranks below them send (`join`), and pass the answer on. A rank that ends closes its
-connections: its neighbours see it once they wait, and pass it on.
+A round on these sockets takes some 40 us, gloo's all_gather 300 (benchmarks/results/2026-11-25-frames.md). A
+small group is a star around its first rank. In a larger one inner ranks merge the messages of their subtree
+(`_merge`), and forward the result to it. A rank that exits closes its connections. Its neighbours notice it
+when they wait, and forward which rank was lost.
 """
 
 from __future__ import annotations
@@ -17,121 +17,122 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.guard import handshake
 from fabric.guard.handshake import Admission
-from fabric.guard.messages import grouped, joined, ungrouped
+from fabric.guard.messages import decode_groups, encode_groups, group_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from fabric.guard.messages import Combine
 
 _CONNECT_S = 60.0
 _BACKLOG = 4096
-"""Connections that the system holds until this process accepts them, those of strangers among them."""
+"""Connections that the system queues until this process accepts them, including those of strangers."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}
-"""Networks forget connections on which nothing moves for long; and a machine that is gone says nothing."""
+"""Firewalls drop idle connections, and a machine that is down closes none."""
 _HEAD = struct.Struct("<qq")
-"""Before a message: its length, and the size of each of its rows, or one of these in its place."""
-_GROUPS, _GAVE_UP, _LOST = 0, -1, -2
-"""Rows in groups; the sender gives up, and has not gone; the rank of place `_LOST - size` has gone."""
+"""Before a message: its length; the size of each of its rows, or one of the next three codes."""
+_GROUPS, _ABORT, _LOST = 0, -1, -2
+"""Rows are grouped; the sender aborts but is alive; the rank with group rank `_LOST - code` exited."""
 _UNSENT_S = 0.001
 PATIENCE = 1.0
-"""Seconds that a call waits before its rank looks where the others are."""
+"""Seconds that a call waits before its rank publishes its status."""
 FAN_OUT = 32
-"""Most ranks directly below one in the tree; a group of no more than these and one is a star."""
-_WHY = "not all ranks are here"
+"""Most children of a rank in the tree. A group of at most `FAN_OUT` + 1 ranks is a star."""
+_INCOMPLETE = "not all ranks made the call"
 
-_stars: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
+_open: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
 
 
-def neighbours(place: int, count: int, fan_out: int) -> tuple[int | None, list[range]]:
-    """Return the place of the rank above `place` (None: it is the first), and the places below it.
+def neighbours(group_rank: int, size: int, fan_out: int) -> tuple[int | None, list[range]]:
+    """Return the parent of a rank in the tree (None: it is the root), and the subtrees of its children.
 
-    These lie in one range for each rank directly below, which begins with that rank. So rows that are joined
-    in this order are in the order of ranks.
+    Each subtree is a range of group ranks that begins with the child. So rows that are merged in this order
+    are in rank order.
 
     Args:
-        place: Of a rank in the group.
-        count: Ranks of the group.
-        fan_out: Most ranks directly below one.
+        group_rank: The rank in its group.
+        size: Ranks of the group.
+        fan_out: Most children of a rank.
     """
-    above, here = None, range(count)
+    parent, subtree = None, range(size)
     while True:
-        below, depth, reached = here[1:], 1, fan_out
+        below, depth, reached = subtree[1:], 1, fan_out
         while reached < len(below):
             depth, reached = depth + 1, fan_out * (reached + 1)
         width = min(fan_out, math.ceil(len(below) ** (1 / depth)))
-        size = math.ceil(len(below) / max(1, width))
-        blocks = [below[at : at + size] for at in range(0, len(below), size or 1)]
-        if place == here.start:
-            return above, blocks
-        above, here = here.start, blocks[(place - below.start) // size]
+        step = math.ceil(len(below) / max(1, width))
+        subtrees = [below[at : at + step] for at in range(0, len(below), step or 1)]
+        if group_rank == subtree.start:
+            return parent, subtrees
+        parent, subtree = subtree.start, subtrees[(group_rank - below.start) // step]
 
 
+@dataclass(eq=False)
 class ControlRound:
-    """One message of each rank, to all.
+    """One exchange: each rank sends a message to all.
 
     Args:
-        star: The connections.
-        own: This rank's message.
-        key: Bytes of it by which rows are grouped, where they differ, in a group that is no star.
-        combine: Makes one row of rows that are alike up to `key`; None: they stay as they are.
+        connections: The connections of this rank.
+        message: The message of this rank.
+        key_len: Bytes by which different rows are grouped, in a group that is no star. None: whole rows.
+        combine: Reduces rows with equal keys to one row; None: rows stay as they are.
     """
 
-    def __init__(
-        self,
-        star: ControlConnections,
-        own: bytes,
-        key: int | None = None,
-        combine: Callable[[list[bytes]], bytes] | None = None,
-    ) -> None:
-        self._star, self.own, self.key, self.combine = star, own, key, combine
-        self.why = _WHY
-        self.done = False
-        self.size = 0
-        """Bytes of each of `rows`; 0: these are groups."""
-        self.rows: bytes | bytearray = b""
-        """Of all ranks, shorter ones filled up with zeros; one that stands for all if they are equal."""
+    connections: ControlConnections
+    message: bytes
+    key_len: int | None = None
+    combine: Combine | None = None
+    done: bool = False
+    row_bytes: int = 0
+    """Bytes of each of `rows`; 0: `rows` are groups."""
+    rows: bytes | bytearray = b""
+    """Messages in rank order, padded with zeros to one length, or a single one if all are equal."""
+    reason = _INCOMPLETE
+    """Part of the error if a rank is missing."""
 
-    def is_done(self, seconds: float = PATIENCE) -> bool:
-        """Wait for the others up to `seconds`; raises ConnectionError: one of them has gone."""
-        return self._star.advance(self, seconds)
+    def wait(self, seconds: float = PATIENCE) -> bool:
+        """Whether all ranks sent their message within `seconds`; raises ConnectionError if one exited."""
+        return self.connections.advance(self, seconds)
 
-    def is_alike(self, length: int) -> bool:
-        """Whether the rows of all ranks begin with the same `length` bytes as this one's."""
-        # One comparison for each rank: the rest is looked at only where they differ.
-        rows, size, key = self.rows, self.size, self.own[:length]
+    def starts_equal(self, length: int) -> bool:
+        """Whether the messages of all ranks start with the same `length` bytes."""
+        # One comparison per rank: no row is parsed while all are equal.
+        rows, size, key = self.rows, self.row_bytes, self.message[:length]
         if size:
             return all([rows[at : at + length] == key for at in range(0, len(rows), size)])
-        return len({row[:length] for row, _ in ungrouped(rows)}) == 1
+        return len({row[:length] for row, _ in decode_groups(rows)}) == 1
 
-    def by_place(self, count: int) -> list[bytes]:
-        """Return the row of each of the `count` ranks."""
-        if not self.size:
-            found = [b""] * count
-            for row, spans in ungrouped(self.rows):
+    def rows_by_rank(self, size: int) -> list[bytes]:
+        """Return the message of each of the `size` ranks of the group."""
+        if not self.row_bytes:
+            found = [b""] * size
+            for row, spans in decode_groups(self.rows):
                 for start, end in spans:
                     found[start:end] = [row] * (end - start)
             return found
-        starts = range(0, len(self.rows), self.size)
-        each = [bytes(self.rows[at : at + self.size]).rstrip(b"\0") for at in starts]
-        return each if len(each) > 1 else each * count
+        starts = range(0, len(self.rows), self.row_bytes)
+        each = [bytes(self.rows[at : at + self.row_bytes]).rstrip(b"\0") for at in starts]
+        return each if len(each) > 1 else each * size
 
 
 class Listener:
-    """The listening socket of a rank for those below it. A context: no rank can connect after it.
+    """The listening socket of a rank for its children. A context: later connections are refused.
 
     Args:
-        places: Of the ranks that are to connect.
-        host: The address of this machine on which to listen; "": all of them.
+        group_ranks: The children.
+        host: The address of this machine on which to listen; "": all addresses.
     """
 
-    def __init__(self, places: Iterable[int], host: str = "") -> None:
+    def __init__(self, group_ranks: Iterable[int], host: str = "") -> None:
         wide = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if wide or ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=wide)
-        self._places, self.port = places, int(self._socket.getsockname()[1])
+        self._group_ranks, self.port = group_ranks, int(self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:
         return self
@@ -140,37 +141,37 @@ class Listener:
         self._socket.close()
 
     def accept(self, key: bytes) -> list[_Connection]:
-        """The connections of the ranks below, by their places; raises TimeoutError if they do not come.
+        """Return the connections to the children in rank order; raises TimeoutError if one is missing.
 
-        `key`: of the group, see `handshake`.
+        `key`: the key of the group's connections, see `handshake`.
         """
-        found = Admission(self._socket, self._places, key).wait(time.monotonic() + _CONNECT_S)
-        return [_Connection(found[place], place) for place in sorted(found)]
+        found = Admission(self._socket, self._group_ranks, key).wait(time.monotonic() + _CONNECT_S)
+        return [_Connection(found[group_rank], group_rank) for group_rank in sorted(found)]
 
 
-def connect(place: int, above: int, host: str, port: int, key: bytes) -> _Connection:
-    """The connection to the `Listener` of rank `above` at this address; raises OSError if there is none."""
-    return _Connection(handshake.connect(place, host, port, key, time.monotonic() + _CONNECT_S), above)
+def connect(group_rank: int, parent: int, host: str, port: int, key: bytes) -> _Connection:
+    """Return the connection to the parent's `Listener` at this address; raises OSError if it has none."""
+    return _Connection(handshake.connect(group_rank, host, port, key, time.monotonic() + _CONNECT_S), parent)
 
 
 class _Connection:
-    """A connection, on which messages go whole."""
+    """A non-blocking connection to a rank of the group, with buffers for incomplete messages."""
 
-    def __init__(self, connection: socket.socket, place: int) -> None:
+    def __init__(self, connection: socket.socket, group_rank: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.socket, self.place = connection, place
+        self.socket, self.group_rank = connection, group_rank
         self._out, self._in = bytearray(), bytearray()
 
     def send(self, size: int | None = None, rows: bytes | bytearray = b"") -> bool:
-        """Send a message, or without `size` what is left of one, as far as the connection takes it.
+        """Send a message, or without `size` the rest of one, as far as the socket's buffer takes it.
 
         Returns:
-            Whether nothing is left.
+            Whether all is sent.
         """
         if size is not None:
             self._out += _HEAD.pack(len(rows), size)
@@ -180,10 +181,10 @@ class _Connection:
                 del self._out[: self.socket.send(self._out)]
         return not self._out
 
-    def take(self) -> tuple[int, bytearray] | None:
-        """The next message (size and rows), once it is here; raises ConnectionError at the connection's end.
+    def receive(self) -> tuple[int, bytearray] | None:
+        """Return size and rows of a message, or None if it is incomplete; raises ConnectionError if closed.
 
-        What comes after it stays in the connection: a selector does not see what was taken out.
+        Bytes after the message stay in the socket, where a selector sees them.
         """
         while True:
             end = _HEAD.size
@@ -194,187 +195,195 @@ class _Connection:
                     rows, self._in = self._in[_HEAD.size :], bytearray()
                     return size, rows
             try:
-                got = self.socket.recv(end - len(self._in))
+                data = self.socket.recv(end - len(self._in))
             except BlockingIOError:
                 return None
-            if not got:
+            if not data:
                 raise ConnectionResetError
-            self._in += got
+            self._in += data
 
 
 class ControlConnections:
     """The connections of a rank in a group. All of its ranks start their rounds in the same order.
 
-    A round that an interrupt has left is done before the next one: the others may wait in it.
+    A round interrupted by KeyboardInterrupt is completed before the next one starts: other ranks may be
+    blocked in it.
 
     Args:
-        above: To the rank above this one; None: this is the first one.
-        below: To the ranks directly below, by their places.
-        ranks: Those of the group, by place.
-        place: This one.
+        parent: The connection to the parent; None: this rank is the root.
+        children: The connections to the children, in rank order.
+        ranks: The ranks of the group, by group rank.
+        group_rank: This rank.
         fan_out: As for `neighbours`.
     """
 
     def __init__(
         self,
-        above: _Connection | None,
-        below: list[_Connection],
+        parent: _Connection | None,
+        children: list[_Connection],
         ranks: Sequence[int],
-        place: int,
+        group_rank: int,
         fan_out: int = FAN_OUT,
     ) -> None:
-        self._above, self._below, self._ranks, self._place = above, below, ranks, place
+        self._parent, self._children, self._ranks, self._group_rank = parent, children, ranks, group_rank
         self._fan_out = fan_out
-        self._lines = below if above is None else [*below, above]
-        self.is_flat = len(ranks) <= fan_out + 1
-        """Whether the first rank has a connection to each of the others."""
+        self._connections = children if parent is None else [*children, parent]
+        self.is_star = len(ranks) <= fan_out + 1
+        """Whether the root has a connection to each other rank."""
         self._selector = selectors.DefaultSelector()
-        for line in self._lines:
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
-        self._turns: deque[ControlRound] = deque()
-        self._said: dict[int, tuple[int, bytearray]] = {}
+        for connection in self._connections:
+            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._rounds: deque[ControlRound] = deque()
+        self._received: dict[int, tuple[int, bytearray]] = {}
         self._unsent: list[_Connection] = []
-        self._whole = True
-        """Whether no interrupt came in the middle of a message."""
+        self._is_intact = True
+        """False after an interrupt in the middle of a message."""
         self._broken = ""
-        self._untold, self._teller = _GAVE_UP, above
-        """What neighbours are sent since a rank has gone, or gives up; and the one that has sent it."""
+        """Why no further round can complete."""
+        self._failure, self._failure_source = _ABORT, parent
+        """The code that neighbours are sent once `_broken`, and the connection that reported the failure."""
         self.lost: int | None = None
-        """The rank that has gone."""
-        _stars.add(self)
-        self._end = weakref.finalize(self, _close, self._selector, self._lines)
+        """The rank that exited."""
+        _open.add(self)
+        self._finalizer = weakref.finalize(self, _close, self._selector, self._connections)
 
     def start(
-        self, own: bytes, key: int | None = None, combine: Callable[[list[bytes]], bytes] | None = None
+        self, message: bytes, key_len: int | None = None, combine: Combine | None = None
     ) -> ControlRound:
-        """Send this rank's message, once the rounds before it are done. Arguments: see `ControlRound`."""
-        turn, whole, self._whole = ControlRound(self, own, key, combine), self._whole, False
-        self._turns.append(turn)
-        if len(self._turns) == 1:
-            self._go_on()
-        self._whole = whole
-        return turn
+        """Send this rank's message, once earlier rounds are done. Arguments: see `ControlRound`."""
+        made = ControlRound(self, message, key_len, combine)
+        intact, self._is_intact = self._is_intact, False
+        self._rounds.append(made)
+        if len(self._rounds) == 1:
+            self._send_up()
+        self._is_intact = intact
+        return made
 
-    def advance(self, turn: ControlRound, seconds: float) -> bool:
-        """Go on until a round is done, up to `seconds`; whether it is."""
+    def advance(self, control_round: ControlRound, seconds: float) -> bool:
+        """Send and receive until a round is done, for up to `seconds`; whether it is done."""
         end = time.monotonic() + seconds
-        while not turn.done or self._unsent:
-            if self._broken or not self._whole:
-                raise ConnectionError(self._broken or "an interrupt came in the middle of a message")
+        while not control_round.done or self._unsent:
+            if self._broken or not self._is_intact:
+                raise ConnectionError(self._broken or "a message was cut off by a KeyboardInterrupt")
             left = max(0.0, end - time.monotonic())
             ready = self._selector.select(min(left, _UNSENT_S) if self._unsent else left)
             if not ready and not left:
                 return False
-            self._whole = False
+            self._is_intact = False
             for key, _ in ready:
-                self._hear(key.data)
+                self._receive(key.data)
             unsent, self._unsent = self._unsent, []
-            for line in unsent:
-                self._tell(line)
-            if self._broken:  # after what they still get
-                for line in self._lines:
-                    if line is not self._teller:
-                        self._tell(line, self._untold)
-            self._whole = True
+            for connection in unsent:
+                self._send(connection)
+            if self._broken:  # after pending messages, so that neighbours complete earlier rounds
+                for connection in self._connections:
+                    if connection is not self._failure_source:
+                        self._send(connection, self._failure)
+            self._is_intact = True
         return True
 
-    def close(self, why: str) -> None:
-        """Give up: the others see it, at once or when they come."""
-        for line in self._lines if self._end.alive else ():
+    def close(self, reason: str) -> None:
+        """Abort: send `_ABORT` to the neighbours, then close the connections."""
+        for connection in self._connections if self._finalizer.alive else ():
             with suppress(OSError):
-                line.send(_GAVE_UP)
-        self.drop(why)
+                connection.send(_ABORT)
+        self.drop(reason)
 
-    def drop(self, why: str) -> None:
-        """Close the connections without a word."""
-        self._broken = self._broken or why
-        self._end()
+    def drop(self, reason: str) -> None:
+        """Close the connections without a message, as the exit of the process does."""
+        self._broken = self._broken or reason
+        self._finalizer()
 
-    def _hear(self, line: _Connection) -> None:
+    def _receive(self, connection: _Connection) -> None:
         try:
-            message = line.take()
+            message = connection.receive()
         except OSError:
-            self._lose(line.place, line)
+            self._set_lost(connection.group_rank, connection)
             return
         if message is None or self._broken:
             return
         size, rows = message
         if size <= _LOST:
-            self._lose(_LOST - size, line)
-        elif size == _GAVE_UP:
-            self._broken, self._teller = _WHY, line
-        elif line is self._above:
-            self._answer(size, rows)
+            self._set_lost(_LOST - size, connection)
+        elif size == _ABORT:
+            self._broken, self._failure_source = _INCOMPLETE, connection
+        elif connection is self._parent:
+            self._complete_round(size, rows)
         else:
-            self._said[line.place] = size, rows
-            self._go_on()
+            self._received[connection.group_rank] = size, rows
+            self._send_up()
 
-    def _go_on(self) -> None:
-        """Send the messages of this rank and of those below it, once all are here, to the rank above."""
-        if len(self._said) < len(self._below):
+    def _send_up(self) -> None:
+        """Send the merged messages of this rank's subtree to the parent, once all were received."""
+        if len(self._received) < len(self._children):
             return
-        own = self._turns[0].own
-        size, rows = self._join(self._turns[0]) if self._below else (len(own), own)
-        if self._above is None:
-            self._answer(size, rows)
+        message = self._rounds[0].message
+        size, rows = self._merge(self._rounds[0]) if self._children else (len(message), message)
+        if self._parent is None:
+            self._complete_round(size, rows)
         else:
-            self._tell(self._above, size, rows)
+            self._send(self._parent, size, rows)
 
-    def _join(self, turn: ControlRound) -> tuple[int, bytes | bytearray]:
-        own, said = turn.own, [self._said[line.place] for line in self._below]
-        self._said = {}
-        rows: list[Any] = [own, *[row for _, row in said]]
-        if all([size for size, _ in said]):
+    def _merge(self, control_round: ControlRound) -> tuple[int, bytes | bytearray]:
+        own, received = control_round.message, [self._received[child.group_rank] for child in self._children]
+        self._received = {}
+        rows: list[Any] = [own, *[row for _, row in received]]
+        key_len = control_round.key_len
+        if all([size for size, _ in received]):
+            if control_round.combine and all([row[:key_len] == own[:key_len] for row in rows]):
+                combined = control_round.combine(rows)
+                return len(combined), combined
             if all([row == own for row in rows]):
                 return len(own), own
-            if turn.combine and all([row[: turn.key] == own[: turn.key] for row in rows]):
-                made = turn.combine(rows)
-                return len(made), made
-            if self.is_flat:
+            if self.is_star:
                 size = max(map(len, rows))
                 return size, bytearray().join([row.ljust(size, b"\0") for row in rows])
-        at, parts = self._place, [(own[: turn.key], [[self._place, self._place + 1]])]
-        _, blocks = neighbours(at, len(self._ranks), self._fan_out)
-        for block, (size, row) in zip(blocks, said, strict=True):
-            spans = [[block.start, block.stop]]
-            parts += [(bytes(row[: turn.key]), spans)] if size else ungrouped(row)
-        return _GROUPS, grouped(joined(parts))
+        at, parts = self._group_rank, [(own[:key_len], [[self._group_rank, self._group_rank + 1]])]
+        _, subtrees = neighbours(at, len(self._ranks), self._fan_out)
+        for subtree, (size, row) in zip(subtrees, received, strict=True):
+            spans = [[subtree.start, subtree.stop]]
+            parts += [(bytes(row[:key_len]), spans)] if size else decode_groups(row)
+        return _GROUPS, encode_groups(group_rows(parts))
 
-    def _answer(self, size: int, rows: bytes | bytearray) -> None:
-        """A round is done: these are the rows of all ranks."""
-        turn = self._turns.popleft()
-        turn.size, turn.rows, turn.done = size, rows, True
-        for line in self._below:
-            self._tell(line, size, rows)
-        if self._turns:
-            self._go_on()
+    def _complete_round(self, size: int, rows: bytes | bytearray) -> None:
+        """Complete the oldest round with the rows of all ranks, and send these to the children."""
+        control_round = self._rounds.popleft()
+        control_round.row_bytes, control_round.rows, control_round.done = size, rows, True
+        for child in self._children:
+            self._send(child, size, rows)
+        if self._rounds:
+            self._send_up()
 
-    def _tell(self, line: _Connection, size: int | None = None, rows: bytes | bytearray = b"") -> None:
-        """Send a message, or what is left of one."""
+    def _send(self, connection: _Connection, size: int | None = None, rows: bytes | bytearray = b"") -> None:
+        """Send a message, or without `size` the rest of one."""
         try:
-            if not line.send(size, rows):
-                self._unsent.append(line)
+            if not connection.send(size, rows):
+                self._unsent.append(connection)
         except OSError:
-            self._lose(line.place, line)
+            self._set_lost(connection.group_rank, connection)
 
-    def _lose(self, place: int, teller: _Connection) -> None:
-        """A rank has gone, and no round can end any more."""
+    def _set_lost(self, group_rank: int, source: _Connection) -> None:
+        """Record the first rank that exited. No further round can complete."""
         if not self._broken:
-            self.lost, self._untold, self._teller = self._ranks[place], _LOST - place, teller
+            self.lost, self._failure, self._failure_source = (
+                self._ranks[group_rank],
+                _LOST - group_rank,
+                source,
+            )
             self._broken = f"Connection closed by rank {self.lost}"
 
 
-def _close(selector: selectors.BaseSelector, lines: list[_Connection]) -> None:
+def _close(selector: selectors.BaseSelector, connections: list[_Connection]) -> None:
     selector.close()
-    for line in lines:
-        line.socket.close()
+    for connection in connections:
+        connection.socket.close()
 
 
-def _close_all() -> None:
-    """In a forked process, whose copies of the connections would outlive its parent."""
-    for star in list(_stars):
-        star.drop("this process was forked from a rank")
+def _close_after_fork() -> None:
+    """Close the child's copies of the connections: they would stay open after the exit of its parent."""
+    for connections in list(_open):
+        connections.drop("this process was forked from a rank")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all)
+    os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,21 +1,21 @@
-"""Ranks that wait in different groups for each other: found through the store, and judged once for all of
-them.
+"""Deadlocks across process groups: found through the store, reported by one verdict for all ranks.
 
-Within one group frames meet and a mismatch shows. Rank 0 in a call of the group (0, 1) and rank 1 in a call
-of the world never meet: each waits for the other. A rank that has waited a while tells where it stands. Who
-waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, which
-all ranks that wait raise, now and at each later call. Costs nothing until a call has waited for `PATIENCE`.
+Within one group, frames show a mismatch. Rank 0 in a call of the group (0, 1) and rank 1 in a call of the
+world send no frame to each other: each waits for the other. So a rank publishes its status once it has waited
+for `PATIENCE`. A rank in a cycle of waiting ranks waits forever. The rank that finds the cycle publishes a
+verdict, which all waiting ranks raise, now and at each later call. A shorter wait causes no requests.
 
-Once no further rank has begun to wait for a while, one of those that wait reads what all have told, and
-judges. The others ask for the verdict only, and for how many waits have begun, however many ranks there are.
+Once no further rank has started to wait for a while, one of the waiting ranks reads all statuses and searches
+for a cycle. The others only poll for the verdict and the number of waits, whatever the number of ranks.
 
-A rank that stands still in torch's own collectives (a backward, the forward of a sharded model) makes no call
-of ours; its watchdog tells for it which of them it has begun and waits for. If a rank that has not begun one
-of these waits in a call that the first has not come to, they came in different orders, and neither goes on.
-Nor do ranks whose collectives of one number are of different kinds. That is judged if nobody is on the way.
+A rank that is blocked in torch's own collectives (a backward, the forward of a sharded model) makes no call
+of this package. Its watchdog publishes which of them it has started and waits for. A rank that has not
+started one of these may wait in a call that the first rank has not made. Then their orders differ, and both
+wait forever. So do ranks whose collectives of one number are of different kinds. Such a deadlock is reported
+only if all ranks wait.
 
-What is told may be a moment old by the time that it is read. That makes no wrong circle: who is on one cannot
-have left it before the others.
+A status may be outdated when it is read. This makes no false cycle: no rank of a cycle continues before
+another one does.
 """
 
 from __future__ import annotations
@@ -36,252 +36,254 @@ from fabric.guard.messages import RankReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-LEFT, SILENT = "has left", "no answer"
-"""In place of what a rank waits in."""
+    _Statuses = dict[int, "RankStatus"]
+
+EXITED, SILENT = "exited", "no answer"
+"""In the place of a verb, in the status of a rank."""
 _VERDICT = "verdict"
-"""The key of the error of all ranks, in this part of the store."""
-_UNSETTLED_S = 4.0
-"""Seconds after which one judges though further ranks begin to wait."""
+"""Key in the store of the error of all ranks."""
+_LONGEST_DELAY_S = 4.0
+"""Seconds after which a rank searches for a cycle although further ranks start to wait."""
 
 
 class RankStatus(NamedTuple):
-    """The published status of a rank: in a call of a guard, in torch's own collectives, or elsewhere."""
+    """The published status of a rank: in a call of a `CallChecker`, in torch's collectives, or elsewhere."""
 
     rank: int
     host: str
     verb: str
-    """What it waits in; "": in no call of all ranks."""
+    """The call in which it waits; "": none."""
     what: str
     where: str
     since: float | None
-    """Of its `time.monotonic()`; None: it does not wait."""
+    """Start of the wait by its `time.monotonic()`; None: it does not wait."""
     counts: Mapping[str, int]
-    """How many calls of each group it has come to."""
+    """Number of calls that it has started, by group."""
     group: str = ""
-    turn: int = 0
+    number: int = 0
     """It waits in this call of the group, counted from 1; 0: in none."""
-    begun: Mapping[str, int] = {}
-    """How many of torch's collectives it has begun in each group, where it waits."""
+    started: Mapping[str, int] = {}
+    """While it waits: number of torch's collectives that it has started, by group."""
     pending: Mapping[str, Sequence[tuple[int, str]]] = {}
-    """Number and kind of torch's collectives that it may wait for; none in a call of a guard."""
-    told: float = 0.0
-    """When, by its own clock; the last field."""
+    """Number and kind of torch's collectives that it may wait for; empty in a call of a `CallChecker`."""
+    published: float = 0.0
+    """Time of publication by its clock. The last field: comparisons leave it out."""
 
     def row(self, members: str) -> RankReport:
-        """Its line in the table of a mismatch, with the members of the group."""
-        of = f" of ranks {members}" if self.turn else ""
+        """Return its row in the table of a mismatch; `members`: the ranks of the group."""
+        of = f" of ranks {members}" if self.number else ""
         return RankReport(self.rank, self.verb + of, self.what, self.where)
 
 
-def stuck(waits: Mapping[int, RankStatus], members: Mapping[str, Iterable[int]]) -> set[int]:
-    """The ranks that can never go on: each waits for one that waits, and so on in a circle.
+def find_deadlocked(statuses: _Statuses, members: Mapping[str, Iterable[int]]) -> set[int]:
+    """Return the ranks that wait forever: each waits for a rank that waits, up to a cycle.
 
-    A rank that is not in `waits` is on its way. Waiting ends when every member has come to the call.
+    A call completes when every member has started it. A rank without a status may still start any call.
 
     Args:
-        waits: By rank.
-        members: Of each group in whose calls ranks wait.
+        statuses: The waiting ranks.
+        members: The ranks of each group in whose calls ranks wait.
     """
-    needs, come = _needs(waits), _how_far(waits, members)
-    held = set(waits)
+    needs, progress = _needs(statuses), _progress(statuses, members)
+    blocked = set(statuses)
     while True:
         lowest = {
-            point: min([level for rank, level in levels.items() if rank in held], default=math.inf)
-            for point, levels in come.items()
+            point: min([count for rank, count in counts.items() if rank in blocked], default=math.inf)
+            for point, counts in progress.items()
         }
-        waiting = {(rank, *need) for rank in held for need in needs[rank]}
-        stays = {rank for rank, point, level in waiting if lowest[point] < level}
-        if stays == held:
-            return held
-        held = stays
+        waiting = {(rank, *need) for rank in blocked for need in needs[rank]}
+        still_blocked = {rank for rank, point, count in waiting if lowest[point] < count}
+        if still_blocked == blocked:
+            return blocked
+        blocked = still_blocked
 
 
-def _needs(waits: Mapping[int, RankStatus]) -> dict[int, list[tuple[Any, float]]]:
-    """Return the points to which all others must have come before each rank's wait can end, and how far."""
+def _needs(statuses: _Statuses) -> dict[int, list[tuple[Any, float]]]:
+    """Return (point, count) for each wait of a rank: it ends once all others have that count at the point.
+
+    A point is a group's calls, or torch's collectives of a group.
+    """
     found: dict[int, list[tuple[Any, float]]] = {}
-    torchs = {r: [(g, *one) for g, some in wait.pending.items() for one in some] for r, wait in waits.items()}
-    kinds = Counter([(g, number) for g, number, _ in {one for some in torchs.values() for one in some}])
-    for rank, wait in waits.items():
-        found[rank] = [(("call", wait.group), wait.turn)] if wait.turn else []
-        for g, number, _ in torchs[rank]:  # collectives of two kinds never end
-            found[rank].append((("torch", g), number if kinds[g, number] == 1 else math.inf))
+    in_torch = {r: [(g, *one) for g, some in s.pending.items() for one in some] for r, s in statuses.items()}
+    kinds = Counter([(g, number) for g, number, _ in {one for some in in_torch.values() for one in some}])
+    for rank, status in statuses.items():
+        found[rank] = [(("call", status.group), status.number)] if status.number else []
+        for group, number, _ in in_torch[rank]:  # collectives of two kinds never complete
+            found[rank].append((("torch", group), number if kinds[group, number] == 1 else math.inf))
     return found
 
 
-def _how_far(
-    waits: Mapping[int, RankStatus], members: Mapping[str, Iterable[int]]
-) -> dict[Any, dict[int, int]]:
-    """Return how far each rank has come, by point."""
+def _progress(statuses: _Statuses, members: Mapping[str, Iterable[int]]) -> dict[Any, Any]:
+    """Return the counts of ranks (a dict) by point."""
     found: dict[Any, dict[int, int]] = {}
-    for group in {wait.group for wait in waits.values() if wait.turn}:
-        found["call", group] = {r: waits[r].counts.get(group, 0) for r in members[group] if r in waits}
-    for rank, wait in waits.items():
-        for group, begun in wait.begun.items():
-            found.setdefault(("torch", group), {})[rank] = begun
+    for group in {status.group for status in statuses.values() if status.number}:
+        found["call", group] = {r: statuses[r].counts.get(group, 0) for r in members[group] if r in statuses}
+    for rank, status in statuses.items():
+        for group, count in status.started.items():
+            found.setdefault(("torch", group), {})[rank] = count
     return found
 
 
 class DeadlockDetector:
-    """This rank's view of where the ranks of the job wait.
+    """The statuses of all ranks of the job in the store, as one rank publishes and reads them.
 
     Args:
         store: The store of the default process group.
-        rank: This process among all.
-        world_size: How many processes there are.
+        rank: The global rank of this process.
+        world_size: The number of processes.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store, self.secret = JobStore("fabric/waits", store), secret_of(store)
         self.rank, self.world_size = rank, world_size
         self.counts: dict[str, int] = {}
-        """How many calls of each group this rank has come to."""
-        self.here: RankStatus | None = None
-        """The call of all ranks that this rank waits in, once it has waited for `PATIENCE`."""
-        self.explain: Callable[[], Mapping[int, RankStatus]] | None = None
-        """Asks all ranks where they are; a watchdog's."""
-        self.broken: str | None = None
-        """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
-        self.home = threading.get_ident()
-        self.thread: int | None = self.home
-        self.last_thread: Any = self.home
-        """That of the last call. `home` joined the job; `thread` makes calls without a look: threads.py."""
+        """Number of calls that this rank has started, by group."""
+        self.waiting: RankStatus | None = None
+        """The call in which this rank waits, once it has waited for `PATIENCE`."""
+        self.collect_statuses: Callable[[], Mapping[int, RankStatus]] | None = None
+        """Requests new statuses from all ranks; set by a watchdog."""
+        self.fatal_error: str | None = None
+        """The error of each call of this rank from now on: a deadlock, or calls in a fork or two threads."""
+        self.launch_thread = threading.get_ident()
+        self.fast_path_thread: int | None = self.launch_thread
+        """The thread whose calls need no look at other threads (threads.py)."""
+        self.last_thread: Any = self.launch_thread
+        """The thread of the last call."""
         self.can_raise = False
-        """Whether a rank of those waits in a call of a guard, which raises."""
-        self._told: RankStatus | None = None
-        self._recorded = max([entry["record_id"] for entry in flight_record()], default=-1)
+        """Whether a deadlocked rank waits in a call of a `CallChecker`, which raises."""
+        self._last_status: RankStatus | None = None
+        self._last_record = max([entry["record_id"] for entry in flight_record()], default=-1)
         self.members: dict[str, Sequence[int]] = {}
-        """Of the groups in whose calls this rank has waited."""
-        self._published: set[str] = set()  # of these, whose members are in the store
-        self._begun = 0  # how many waits of all ranks had begun when this rank looked last
-        self._changed: float | None = None  # since when nobody has judged those that have begun
+        """The ranks of the groups in whose calls this rank has waited."""
+        self._published_groups: set[str] = set()  # whose members are in the store
+        self._waits_seen = 0  # number of waits of all ranks at the last look
+        self._unsearched_since: float | None = None  # since when no rank has searched the newest waits
         self.store.set(f"at/{rank}", "")
 
-    def stand(self, said: RankReport, since: float | None, **more: Any) -> RankStatus:
+    def status(self, report: RankReport, since: float | None, **more: Any) -> RankStatus:
         """Return the status of this rank."""
-        counts = dict(self.counts)
-        return RankStatus(
-            self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more
-        )
+        return RankStatus(self.rank, socket.gethostname(), *report[1:], since, dict(self.counts), **more)
 
-    def begun(self, thread: int) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
-        """Return the counts of torch's collectives by group, and the pending ones.
+    def torch_collectives(self, thread: int) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
+        """Return `started` and `pending` of a `RankStatus`.
 
-        A count has the collectives that this rank has begun since the job's group was made. Pending ones are
-        the number and kind ("gloo:all_reduce") of those for which a thread, or autograd for it, may wait.
-        Sends, receives and collectives from before a fork are left out.
+        Counts start with the job's group. Pending are those for which `thread`, or autograd for it, may wait.
+        The kind is torch's name, such as "gloo:all_reduce". Sends, receives and collectives from before a
+        fork are left out.
         """
         others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
         last = dict.fromkeys(group_names(), 0)
         pending: dict[str, list[tuple[int, str]]] = {}
         for entry in flight_record():
             name, number = entry["process_group"][0], entry["collective_seq_id"]
-            if entry["is_p2p"] or entry["record_id"] <= self._recorded or name not in last:
+            if entry["is_p2p"] or entry["record_id"] <= self._last_record or name not in last:
                 continue  # groups of former jobs have the same names; others were destroyed
             last[name] = max(number, last[name])
             if not entry["retired"] and str(entry["thread_id"]) not in others:
                 pending.setdefault(name, []).append((number, entry["profiling_name"]))
         return last, pending
 
-    def tell(self, wait: RankStatus, store: JobStore | None = None) -> None:
-        """Tell the others where this rank stands.
+    def publish_status(self, status: RankStatus, store: JobStore | None = None) -> None:
+        """Write the status of this rank to the store.
 
         Args:
-            wait: There.
-            store: This part of the job's store, for another thread.
+            status: The status.
+            store: A clone of `self.store`, in another thread.
         """
-        store, fresh = store or self.store, wait != self._told
-        key, group = f"at/{self.rank}", f"members/{wait.group}"
-        if wait.turn and group not in self._published:  # once, and not in each status
+        store, changed = store or self.store, status != self._last_status
+        key, group = f"at/{self.rank}", f"members/{status.group}"
+        if status.number and group not in self._published_groups:  # once, and not in each status
             if not store.check([group]):
-                store.set(group, self.secret.sign(group, json.dumps(self.members[wait.group])))
-            self._published.add(group)
-        store.set(key, self.secret.sign(key, json.dumps(wait._replace(told=time.monotonic()))))
-        if fresh and (wait.turn or wait.pending):
+                store.set(group, self.secret.sign(group, json.dumps(self.members[status.group])))
+            self._published_groups.add(group)
+        store.set(key, self.secret.sign(key, json.dumps(status._replace(published=time.monotonic()))))
+        if changed and (status.number or status.pending):
             store.add("begun", 1)
-        self._told = wait
+        self._last_status = status
 
-    def read(
-        self, store: JobStore | None = None, ranks: Iterable[int] | None = None
-    ) -> dict[int, RankStatus]:
+    def read_statuses(self, ranks: Iterable[int] | None = None, store: JobStore | None = None) -> _Statuses:
         """Return the published statuses of all ranks, or of `ranks`."""
         keys = [f"at/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
         found = (store or self.store).get_all(keys).items()
         texts = [self.secret.verified(key, data) for key, data in found if data]
-        return {wait.rank: wait for wait in [RankStatus(*json.loads(text)) for text in texts if text]}
+        return {one.rank: one for one in [RankStatus(*json.loads(text)) for text in texts if text]}
 
-    def judge(self, store: JobStore | None = None) -> None:
-        """Write a verdict if ranks can never go on, unless another rank judges these waits: see `broken`."""
+    def detect_deadlock(self, store: JobStore | None = None) -> None:
+        """Publish a verdict if ranks are deadlocked, unless another rank has searched the same waits."""
         store = store or self.store
-        if self.hear(store):
+        if self.poll_verdict(store):
             return
-        begun, now = store.add("begun", 0), time.monotonic()
+        waits, now = store.add("begun", 0), time.monotonic()
         last = store.compare_set("judged", "", "0 0")
-        if last.partition(b" ")[0] == b"%d" % begun:  # who was not stuck then is not stuck now
-            self._changed = None
+        if last.partition(b" ")[0] == b"%d" % waits:  # searched: no rank has started to wait since
+            self._unsearched_since = None
             return
-        self._changed, before, self._begun = self._changed or now, self._begun, begun
-        if begun != before and now - self._changed < _UNSETTLED_S:
+        self._unsearched_since, seen, self._waits_seen = (
+            self._unsearched_since or now,
+            self._waits_seen,
+            waits,
+        )
+        if waits != seen and now - self._unsearched_since < _LONGEST_DELAY_S:
             return
-        own = b"%d %d" % (begun, self.rank)
-        if store.compare_set("judged", last.decode(), own.decode()) == own:
-            while self._finds(store):
+        claim = b"%d %d" % (waits, self.rank)
+        if store.compare_set("judged", last.decode(), claim.decode()) == claim:
+            while not self._search(store):
                 pass
-            self.hear(store)
+            self.poll_verdict(store)
 
-    def _finds(self, store: JobStore) -> bool:
-        """Read what all ranks have told, and judge; whether ranks have moved meanwhile."""
-        waits = {rank: wait for rank, wait in self.read(store).items() if wait.turn or wait.pending}
-        keys = {f"members/{wait.group}": wait.group for wait in waits.values() if wait.turn}
+    def _search(self, store: JobStore) -> bool:
+        """Read all statuses, and publish a verdict if ranks are deadlocked; False: ranks moved meanwhile."""
+        statuses = {r: one for r, one in self.read_statuses(store=store).items() if one.number or one.pending}
+        keys = {f"members/{one.group}": one.group for one in statuses.values() if one.number}
         texts = {key: self.secret.verified(key, data) for key, data in store.get_all([*keys]).items()}
         members = {group: json.loads(texts.get(key) or "[]") for key, group in keys.items()}
-        held = stuck({rank: wait for rank, wait in waits.items() if wait.turn}, members)
-        if not held:
-            held = stuck(waits, members)  # nobody can be helped out of torch's collectives:
-            if len(held) < self.world_size:  # only if all stand still
-                return False
-        again = self.read(store, held)  # who stood still between the two looks stood still at one time
-        if any([rank not in again or again[rank][:-1] != waits[rank][:-1] for rank in held]):
-            return True
+        ranks = find_deadlocked({rank: one for rank, one in statuses.items() if one.number}, members)
+        if not ranks:
+            ranks = find_deadlocked(statuses, members)  # a rank cannot raise in torch's collectives:
+            if len(ranks) < self.world_size:  # only if all ranks wait
+                return True
+        again = self.read_statuses(ranks, store)  # equal twice: they waited at the same time
+        if any([rank not in again or again[rank][:-1] != statuses[rank][:-1] for rank in ranks]):
+            return False
         from fabric.guard.mismatch import as_spans, mismatch_text
 
-        names = {group: as_spans(ranks) for group, ranks in members.items()}
-        table = mismatch_text([waits[rank].row(names.get(waits[rank].group, "")) for rank in sorted(held)])
+        spans = {group: as_spans(one) for group, one in members.items()}
+        rows = [statuses[rank].row(spans.get(statuses[rank].group, "")) for rank in sorted(ranks)]
         text = (
-            f"{table}\nThey wait in different groups for each other, and none of them can go on: what one "
-            "has begun the other has not come to. No further call of this job can be right."
+            f"{mismatch_text(rows)}\nThese ranks wait for each other in different groups: each waits for a "
+            "call that another has not made. None can continue. Later calls of this job raise this error too."
         )
-        self.publish(text, any([waits[rank].turn for rank in held]), store)
-        return False
+        self.publish_verdict(text, any([statuses[rank].number for rank in ranks]), store)
+        return True
 
-    def publish(self, text: str, can_raise: bool, store: JobStore) -> None:
-        """Write a verdict for all ranks, unless one is there that a rank of this job has signed.
+    def publish_verdict(self, text: str, can_raise: bool, store: JobStore) -> None:
+        """Write a verdict for all ranks, unless a rank of this job has signed one before.
 
         Args:
             text: The error of all ranks.
-            can_raise: As of this class.
-            store: This part of the job's store.
+            can_raise: As in this class.
+            store: `self.store` or a clone of it.
         """
         signed = self.secret.sign(_VERDICT, json.dumps([text, can_raise]))
         if self.secret.verified(_VERDICT, store.compare_set(_VERDICT, "", signed)) is None:
             store.set(_VERDICT, signed)
 
-    def hear(self, store: JobStore | None = None) -> bool:
-        """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
+    def poll_verdict(self, store: JobStore | None = None) -> bool:
+        """Whether a rank has published a verdict; sets `fatal_error`."""
         store = store or self.store
-        if self.broken is None and store.check([_VERDICT]):
+        if self.fatal_error is None and store.check([_VERDICT]):
             text = self.secret.verified(_VERDICT, store.get(_VERDICT))
-            if text is None:  # a stranger's
-                return False
-            self.broken, self.can_raise = json.loads(text)
-        return self.broken is not None
+            if text is not None:  # None: written by a process without the secret
+                self.fatal_error, self.can_raise = json.loads(text)
+        return self.fatal_error is not None
 
 
-def as_table(waits: Iterable[RankStatus]) -> str:
-    """A line for each rank: where it is."""
-    from fabric.guard.mismatch import aligned
+def status_table(statuses: Iterable[RankStatus]) -> str:
+    """Return a line per rank: where it is."""
+    from fabric.guard.mismatch import align_columns
 
     cells = [("rank", "host", "in", "for", "at")]
-    for one in waits:
-        seconds = "" if one.since is None else f"{one.told - one.since:.0f} s"
+    for one in statuses:
+        seconds = "" if one.since is None else f"{one.published - one.since:.0f} s"
         cells.append((str(one.rank), one.host, one.verb or "no call of all ranks", seconds, one.where))
-    return aligned(cells)
+    return align_columns(cells)

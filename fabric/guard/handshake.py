@@ -1,8 +1,8 @@
 """The mutual challenge that opens a connection between two ranks.
 
-The first rank of a group sends 32 random bytes to whoever connects. The answer has a fixed size: a place, 32
-random bytes, and their HMAC-SHA256 by a key that only ranks of the job can compute. Only then does the first
-rank prove that it has the key, too. Nothing else is read from a connection before.
+The parent rank sends 32 random bytes to each process that connects. The answer has a fixed size: a group
+rank, 32 random bytes, and their HMAC-SHA256 by a key that only ranks of the job can compute. Only then does
+the parent rank prove that it has the key, too. Before that, nothing else is read from a connection.
 """
 
 from __future__ import annotations
@@ -22,151 +22,152 @@ if TYPE_CHECKING:
 
 _NONCE = 32
 _ANSWER = struct.Struct("<q32s32s")
-"""Place, nonce and proof of a rank that connects."""
+"""Group rank, nonce and proof of a rank that connects."""
 _PROOF = 32
 _BURST = 64
-"""Connections that are accepted before those that wait are looked at again."""
-MOST_WAITING = 256
-"""Connections without a proof that are held beside those of ranks. The oldest one is closed for a new one."""
-_AGAIN_S = 0.02
+"""Most connections accepted in a row, before pending ones are read again."""
+MAX_PENDING = 256
+"""Most unauthenticated connections above the number of expected ranks. The oldest is closed for a new one."""
+_RETRY_S = 0.02
 
 
 class Admission:
-    """Connections to the first rank of a group, served side by side until all others have proved themselves.
+    """Connections to a parent rank, served concurrently until all its children are authenticated.
 
     Args:
-        listening: The socket to which ranks connect.
-        places: Of the ranks that may connect.
-        key: Of the group.
+        listening: The listening socket.
+        group_ranks: Ranks that may connect.
+        key: The key of the group's connections.
     """
 
-    def __init__(self, listening: socket.socket, places: Iterable[int], key: bytes) -> None:
-        self._listening, self._missing, self._key = listening, {*places}, key
-        self._most = MOST_WAITING + len(self._missing)
-        self._waiting: dict[socket.socket, tuple[bytes, bytearray]] = {}
-        """Those without a proof, the oldest first: the nonce sent to it, and its answer so far."""
+    def __init__(self, listening: socket.socket, group_ranks: Iterable[int], key: bytes) -> None:
+        self._listening, self._missing, self._key = listening, {*group_ranks}, key
+        self._most = MAX_PENDING + len(self._missing)
+        self._pending: dict[socket.socket, tuple[bytes, bytearray]] = {}
+        """Unauthenticated connections, oldest first: the nonce sent, and the bytes of the answer so far."""
         self.admitted: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
 
     def wait(self, end: float) -> dict[int, socket.socket]:
-        """Return the connections by place; raises TimeoutError if not all ranks are here by `end`."""
+        """Return the connections by group rank; raises TimeoutError if a rank is missing at `end`."""
         try:
             while self._missing:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("timed out")
                 for ready, _ in self._selector.select(left):
-                    made: socket.socket = ready.fileobj  # type: ignore[assignment]
-                    if made is self._listening:
+                    connection: socket.socket = ready.fileobj  # type: ignore[assignment]
+                    if connection is self._listening:
                         self._accept()
-                    elif made in self._waiting:
-                        self._hear(made)
+                    elif connection in self._pending:
+                        self._read_answer(connection)
             return self.admitted
         except BaseException:
-            for made in self.admitted.values():
-                made.close()
+            for connection in self.admitted.values():
+                connection.close()
             raise
         finally:
-            for made in [*self._waiting]:
-                self._close(made)
+            for connection in [*self._pending]:
+                self._close(connection)
             self._selector.close()
 
     def _accept(self) -> None:
         for _ in range(_BURST):
             try:
-                made, _ = self._listening.accept()
+                connection, _ = self._listening.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and self._waiting:
-                    self._close(next(iter(self._waiting)))
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
+                    self._close(next(iter(self._pending)))
                     continue
-                if isinstance(error, ConnectionError):  # it has gone already
+                if isinstance(error, ConnectionError):  # closed by the other end before accept
                     continue
                 raise
-            made.setblocking(False)
+            connection.setblocking(False)
             nonce = secrets.token_bytes(_NONCE)
-            self._waiting[made] = nonce, bytearray()
-            self._selector.register(made, selectors.EVENT_READ)
+            self._pending[connection] = nonce, bytearray()
+            self._selector.register(connection, selectors.EVENT_READ)
             try:
-                made.send(nonce)
+                connection.send(nonce)
             except OSError:
-                self._close(made)
-            if len(self._waiting) > self._most:
-                self._close(next(iter(self._waiting)))
+                self._close(connection)
+            if len(self._pending) > self._most:
+                self._close(next(iter(self._pending)))
 
-    def _hear(self, made: socket.socket) -> None:
-        nonce, answer = self._waiting[made]
+    def _read_answer(self, connection: socket.socket) -> None:
+        nonce, answer = self._pending[connection]
         try:
-            got = made.recv(_ANSWER.size - len(answer))
+            data = connection.recv(_ANSWER.size - len(answer))
         except BlockingIOError:
             return
         except OSError:
-            got = b""
-        answer += got
-        if got and len(answer) < _ANSWER.size:
+            data = b""
+        answer += data
+        if data and len(answer) < _ANSWER.size:
             return
-        if got:
-            place, own, proof = _ANSWER.unpack(answer)
-            right = _proof(self._key, b"connects", place, nonce, own)
-            if hmac.compare_digest(proof, right) and place in self._missing:
+        if data:
+            group_rank, other_nonce, proof = _ANSWER.unpack(answer)
+            expected = _proof(self._key, b"connects", group_rank, nonce, other_nonce)
+            if hmac.compare_digest(proof, expected) and group_rank in self._missing:
                 with suppress(OSError):
-                    made.send(_proof(self._key, b"accepts", place, nonce, own))
-                    self._missing.remove(place)
-                    self.admitted[place] = made
-                    self._forget(made)
+                    connection.send(_proof(self._key, b"accepts", group_rank, nonce, other_nonce))
+                    self._missing.remove(group_rank)
+                    self.admitted[group_rank] = connection
+                    self._unregister(connection)
                     return
-        self._close(made)
+        self._close(connection)
 
-    def _forget(self, made: socket.socket) -> None:
-        del self._waiting[made]
-        self._selector.unregister(made)
+    def _unregister(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._selector.unregister(connection)
 
-    def _close(self, made: socket.socket) -> None:
-        self._forget(made)
-        made.close()
+    def _close(self, connection: socket.socket) -> None:
+        self._unregister(connection)
+        connection.close()
 
 
-def connect(place: int, host: str, port: int, key: bytes, end: float) -> socket.socket:
-    """Return a connection whose other end has the key, too.
+def connect(group_rank: int, host: str, port: int, key: bytes, end: float) -> socket.socket:
+    """Return a connection whose other end has proved that it has the key.
 
     Raises:
-        OSError: There is none by `end`, or a stranger listens there.
+        OSError: No connection was made until `end`, or the other end does not have the key.
     """
     while True:
-        made = socket.create_connection((host, port), max(0.001, end - time.monotonic()))
+        connection = socket.create_connection((host, port), max(0.001, end - time.monotonic()))
         try:
-            _prove(made, place, key, end)
-            return made
-        except (EOFError, ConnectionResetError, BrokenPipeError) as error:  # closed in favour of newer ones
-            made.close()
+            _prove(connection, group_rank, key, end)
+            return connection
+        except (EOFError, ConnectionResetError, BrokenPipeError) as error:  # closed for a newer connection
+            connection.close()
             if time.monotonic() > end:
                 raise TimeoutError("timed out") from error
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
         except BaseException:
-            made.close()
+            connection.close()
             raise
 
 
-def _prove(made: socket.socket, place: int, key: bytes, end: float) -> None:
-    nonce, own = _exactly(made, _NONCE, end), secrets.token_bytes(_NONCE)
-    made.sendall(_ANSWER.pack(place, own, _proof(key, b"connects", place, nonce, own)))
-    if not hmac.compare_digest(_exactly(made, _PROOF, end), _proof(key, b"accepts", place, nonce, own)):
-        raise ConnectionRefusedError("who listens there does not know the secret of the job")
+def _prove(connection: socket.socket, group_rank: int, key: bytes, end: float) -> None:
+    nonce, own = _receive_exactly(connection, _NONCE, end), secrets.token_bytes(_NONCE)
+    connection.sendall(_ANSWER.pack(group_rank, own, _proof(key, b"connects", group_rank, nonce, own)))
+    expected = _proof(key, b"accepts", group_rank, nonce, own)
+    if not hmac.compare_digest(_receive_exactly(connection, _PROOF, end), expected):
+        raise ConnectionRefusedError("the process that listens there does not have the secret of the job")
 
 
-def _exactly(made: socket.socket, size: int, end: float) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, end: float) -> bytes:
     data = b""
     while len(data) < size:
-        made.settimeout(max(0.001, end - time.monotonic()))
-        got = made.recv(size - len(data))
-        if not got:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        received = connection.recv(size - len(data))
+        if not received:
             raise EOFError
-        data += got
+        data += received
     return data
 
 
-def _proof(key: bytes, what: bytes, place: int, nonce: bytes, own: bytes) -> bytes:
-    return hmac.digest(key, b"%b %d %b%b" % (what, place, nonce, own), "sha256")
+def _proof(key: bytes, purpose: bytes, group_rank: int, nonce: bytes, own_nonce: bytes) -> bytes:
+    return hmac.digest(key, b"%b %d %b%b" % (purpose, group_rank, nonce, own_nonce), "sha256")

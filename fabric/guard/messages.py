@@ -18,37 +18,43 @@ if TYPE_CHECKING:
 
     from fabric.collectives.frames import CallSignature
 
+    Combine = Callable[[list[bytes]], bytes]
+
 HEADER = struct.Struct("<q16s16sq")
-"""How many calls the group made, digest of this call, facts, bytes of data (sent here if there is room)."""
+"""Number of the call in its group, digest of the call, facts, bytes of data (in the frame if they fit)."""
 CALL_BYTES, KEY_BYTES = 24, 40
-"""The parts of the header that are equal on all ranks: count and digest; and the facts."""
-NO_FACTS = bytes(16)
-"""The facts of a strategy that compares none."""
+"""Bytes of the header that must be equal on all ranks: number and digest; these with the facts."""
 GROUPED_BYTES = 4 << 20
-"""Most bytes of rows that differ, together: what a rank sends does not grow with the square of the ranks."""
+"""Most bytes of different rows in one message. It bounds what a rank sends in a large group."""
 _EXACT = {dist.ReduceOp.MIN, dist.ReduceOp.MAX}
 
 
-def message(
-    count: int, call: CallSignature, payload: Sequence[Tensor], whole: bool, facts: bytes = NO_FACTS
+def make_frame(
+    count: int, call: CallSignature, payload: Sequence[Tensor], with_data: bool, facts: bytes = b""
 ) -> bytes:
-    """The frame of a group's call number `count`; if `whole`, with the contiguous tensors of the host, as far
-    as they fit. `facts`: 16 bytes that all ranks of the group must have in common beside the call.
+    """Return this rank's frame for call number `count` of a group.
+
+    Args:
+        count: Counted from 1.
+        call: The call.
+        payload: Contiguous tensors on the host, appended if they fit.
+        with_data: Whether the frame may contain data.
+        facts: Up to 16 more bytes that must be equal on all ranks of the group.
     """
     size = sum([tensor.nbytes for tensor in payload])
     head = HEADER.pack(count, call.digest, facts, size)
-    if not whole:
+    if not with_data:
         return head[:KEY_BYTES]
     return b"".join([head, *map(to_bytes, payload)]) if payload and size <= PAYLOAD_BYTES else head
 
 
-def combiner(payload: Sequence[Tensor], op: Any, in_any_order: bool) -> Callable[[list[bytes]], bytes] | None:
-    """Return what reduces the data of frames to those of one; None: they are sent by themselves.
+def combiner(payload: Sequence[Tensor], op: Any, in_any_order: bool) -> Combine | None:
+    """Return a function that reduces the data of several frames into one; None: a collective must do it.
 
     Args:
-        payload: Contiguous tensors of the host, in each frame of the call.
-        op: How they are reduced; None: they are not. A mean is sent as a sum.
-        in_any_order: Whether to reduce only what has one result in any order of ranks.
+        payload: Contiguous tensors on the host, in each frame of the call.
+        op: torch's reduction, or None. A mean is reduced as a sum.
+        in_any_order: Whether to accept only reductions whose result is independent of the order of ranks.
     """
     if op is None or not 0 < sum([tensor.nbytes for tensor in payload]) <= COMBINED_BYTES:
         return None
@@ -59,64 +65,63 @@ def combiner(payload: Sequence[Tensor], op: Any, in_any_order: bool) -> Callable
             return None
 
     def combine(rows: list[bytes]) -> bytes:
-        columns = Meeting(bytearray().join(rows), len(rows[0]), len(rows)).columns(payload)
+        columns = GatheredFrames(bytearray().join(rows), len(rows[0]), len(rows)).columns(payload)
         return b"".join([rows[0][: HEADER.size], *[to_bytes(fold(column, op)) for column in columns]])
 
     return combine
 
 
 Spans = list[list[int]]
-"""Places of ranks: [first, last + 1] each."""
+"""Ranges of group ranks: [first, last + 1] each."""
 
 
-def joined(parts: Iterable[tuple[bytes, Spans]]) -> dict[bytes, Spans]:
-    """Return the places of each row; if the rows are more than `GROUPED_BYTES`, of their beginnings."""
+def group_rows(parts: Iterable[tuple[bytes, Spans]]) -> dict[bytes, Spans]:
+    """Return the group ranks of each distinct row. Rows above `GROUPED_BYTES` in total are truncated."""
     groups: dict[bytes, Spans] = {}
     for row, spans in parts:
-        held = groups.setdefault(row, [])
+        merged = groups.setdefault(row, [])
         for start, end in spans:
-            if held and held[-1][1] == start:
-                held[-1][1] = end
+            if merged and merged[-1][1] == start:
+                merged[-1][1] = end
             else:
-                held.append([start, end])
+                merged.append([start, end])
     most = GROUPED_BYTES // len(groups)
     if max(map(len, groups)) > most and sum(map(len, groups)) > GROUPED_BYTES:
-        return joined([(row[:most], spans) for row, spans in groups.items()])
+        return group_rows([(row[:most], spans) for row, spans in groups.items()])
     return groups
 
 
-def grouped(groups: dict[bytes, Spans]) -> bytes:
+def encode_groups(groups: dict[bytes, Spans]) -> bytes:
     """Return groups of equal rows as one message."""
     return json.dumps([(row.decode("latin-1"), spans) for row, spans in groups.items()]).encode()
 
 
-def ungrouped(message: bytes | bytearray) -> list[tuple[bytes, Spans]]:
-    """Return the rows of such a message, with their places."""
+def decode_groups(message: bytes | bytearray) -> list[tuple[bytes, Spans]]:
+    """Return the rows in a message of `encode_groups`, with their group ranks."""
     return [(row.encode("latin-1"), spans) for row, spans in json.loads(message)]
 
 
-class Meeting:
+class GatheredFrames:
     """The frames of all ranks of a group.
 
     Args:
-        rows: Of all ranks, one after the other; or one that stands for all if they are equal.
-        size: Bytes of each.
-        ranks: How many of them there are.
+        rows: The frames in rank order, or a single one if all are equal.
+        size: Bytes of each frame.
+        count: Number of ranks; 1 if `rows` is one frame with the reduced data.
     """
 
-    def __init__(self, rows: bytes | bytearray, size: int, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, rows: bytes | bytearray, size: int, count: int) -> None:
+        self.count = count
         self._rows = torch.frombuffer(bytearray(rows) if isinstance(rows, bytes) else rows, dtype=torch.uint8)
-        self._rows = self._rows.view(-1, size).expand(ranks, size)
+        self._rows = self._rows.view(-1, size).expand(count, size)
 
     def sizes(self) -> list[int]:
         """Bytes of data that each rank announced, for calls in which they may differ."""
         head = self._rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
-        sizes: list[int] = head.flatten().tolist()
-        return sizes
+        return head.flatten().tolist()
 
     def columns(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """(world_size, numel) of all ranks for each of the tensors that rode. Copies."""
+        """(world_size, numel) for each tensor of the payload `like`, in rank order. Copies."""
         tables, start = [], HEADER.size
         for one in like:
             column = self._rows.narrow(1, start, one.nbytes).clone(memory_format=torch.contiguous_format)
@@ -124,15 +129,15 @@ class Meeting:
             start += one.nbytes
         return tables
 
-    def data(self, place: int, size: int) -> Tensor:
-        """The first `size` bytes of the member at `place`. A copy."""
-        return self._rows[place, HEADER.size : HEADER.size + size].clone()
+    def data(self, group_rank: int, size: int) -> Tensor:
+        """The first `size` bytes of data of a rank. A copy."""
+        return self._rows[group_rank, HEADER.size : HEADER.size + size].clone()
 
 
 class RankReport(NamedTuple):
-    """One rank's call: its row in the table of a mismatch."""
+    """The call of one rank: its row in the table of a mismatch."""
 
     rank: int
-    verb: str
-    what: str
-    where: str
+    verb: str = ""
+    what: str = ""
+    where: str = ""

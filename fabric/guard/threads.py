@@ -1,7 +1,6 @@
-"""Verbs of several threads of a rank: one at a time, and each rank in the same one.
+"""Verbs in several threads of a rank: only one at a time, and in the same thread on all ranks.
 
-`CallChecker.compare` calls this where a call is made in another thread than the call before it, or than
-`launch`.
+`CallChecker.compare` calls `with_thread` if another thread made the last call, or called `launch`.
 """
 
 from __future__ import annotations
@@ -25,51 +24,51 @@ if TYPE_CHECKING:
 _COLLECTIVES = str(Path(channel.__file__).parent)
 
 
-def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignature:
-    """`call` with the thread that makes it, unless that is the thread of the launch, or one of autograd.
+def with_thread(call: CallSignature, detector: DeadlockDetector) -> CallSignature:
+    """Return `call` with the name of this thread; unchanged in the thread of `launch` and in autograd's.
 
-    The other ranks compare the thread: calls of two threads can have another order on each rank.
+    Ranks compare the name: the order of calls in two threads can differ between ranks.
 
     Raises:
-        CollectiveMismatch: The thread of the call before is still in it; so does each later call of a rank.
+        CollectiveMismatch: The last call is still running in its thread. Later calls of all ranks raise, too.
     """
-    me = threading.current_thread()
-    last, waits.last_thread = waits.last_thread, me.ident
-    waits.thread = None
-    if last != me.ident and (there := _verb_frame(sys._current_frames().get(last))):
+    this = threading.current_thread()
+    last, detector.last_thread = detector.last_thread, this.ident
+    detector.fast_path_thread = None
+    if last != this.ident and (frame := _collective_frame(sys._current_frames().get(last))):
         other = next((one.name for one in threading.enumerate() if one.ident == last), str(last))
-        waits.broken = (
-            f"Two threads of rank {waits.rank} call fabric at the same time: {me.name!r} {call.verb} at "
-            f"{user_line()}, and {other!r} at {user_line(there)}. The order of their calls differs between "
+        detector.fatal_error = (
+            f"Two threads of rank {detector.rank} call fabric at the same time: {this.name!r} {call.verb} at "
+            f"{user_line()}, and {other!r} at {user_line(frame)}. The order of their calls differs between "
             "ranks, so that their data would be mixed. Make all calls in one thread, or thread.join() first."
         )
-        waits.publish(waits.broken, True, waits.store.clone())  # for the ranks that wait
-        raise CollectiveMismatch(waits.broken)
-    if me.ident == waits.home or isinstance(me, threading._DummyThread):
-        waits.thread = me.ident
+        detector.publish_verdict(detector.fatal_error, True, detector.store.clone())  # for waiting ranks
+        raise CollectiveMismatch(detector.fatal_error)
+    if this.ident == detector.launch_thread or isinstance(this, threading._DummyThread):
+        detector.fast_path_thread = this.ident
         return call
-    name = _name_of(me)
+    name = _stable_name(this)
     digest = blake2b(call.digest + name.encode(), digest_size=16).digest()
     return call._replace(verb=f"{call.verb}{IN_THREAD}{name!r}", digest=digest)
 
 
-def _verb_frame(frame: Any) -> Any:
-    """The innermost frame of a collective on a thread's stack; None: it is in none."""
+def _collective_frame(frame: Any) -> Any:
+    """Return the innermost frame of a collective on a thread's stack; None: it is in none."""
     while frame is not None and not frame.f_code.co_filename.startswith(_COLLECTIVES):
         frame = frame.f_back
     return frame
 
 
-def _name_of(thread: Any) -> str:
-    """A name that is the same on all ranks: without numbers, which count the other threads of a process."""
+def _stable_name(thread: Any) -> str:
+    """Return a name that is equal on all ranks: without numbers, which count all threads of a process."""
     if not hasattr(thread, "_fabric_name"):
-        plain = _plain(thread.name)
-        alike = [one.name for one in threading.enumerate() if _plain(one.name) == plain]
-        place = sorted(alike, key=lambda name: (len(name), name)).index(thread.name)
-        # Which worker of a pool takes a task is chance.
-        thread._fabric_name = f"{plain} {place}" if place and plain.startswith("Thread") else plain
+        plain = _without_numbers(thread.name)
+        names = [one.name for one in threading.enumerate() if _without_numbers(one.name) == plain]
+        index = sorted(names, key=lambda name: (len(name), name)).index(thread.name)
+        # No number for workers of a pool: which of them runs a task differs between ranks.
+        thread._fabric_name = f"{plain} {index}" if index and plain.startswith("Thread") else plain
     return str(thread._fabric_name)
 
 
-def _plain(name: str) -> str:
+def _without_numbers(name: str) -> str:
     return re.sub(r"[-_]?\d+", "", name)

@@ -151,7 +151,7 @@ def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -
 
 
 UNKNOWN_EXIT = -255
-"""Stands for the return code of a process that ended without its exit hook and is no child of this one."""
+"""The return code of a process that ended without its exit hook and is no child of this one."""
 
 
 def from_returncode(rank: int, returncode: int, when: float) -> RankExit:

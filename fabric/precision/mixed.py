@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class MixedPrecision(Precision):
     """Parameters stay as they are; matrix products and convolutions run in half precision through autocast.
 
-    With a scaler, `LossScale` knows which gradients carry which scale.
+    With a scaler, `LossScale` records the scale of each gradient.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".

@@ -78,8 +78,8 @@ def seed_rank(seed: int, rank: int) -> int:
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     """Seed a dataloader worker: streams are unique over rank, worker, epoch and library.
 
-    Pass `functools.partial(pl_worker_init_function, rank=rank)` as `worker_init_fn`: a spawned worker may not
-    know its rank otherwise. The epoch enters through torch, which draws a new base seed for every pass.
+    Pass `functools.partial(pl_worker_init_function, rank=rank)` as `worker_init_fn`: a spawned worker has no
+    other source of its rank. The epoch enters through torch, which draws a new base seed for every pass.
 
     Args:
         worker_id: Number of the worker among those of its loader, from 0.

@@ -1,6 +1,4 @@
-"""Whether a device has stopped. NCCL's operations return at once, and the host then waits in a line of the
-user's.
-"""
+"""Detection of a blocked device. NCCL's operations return at once, and the host then waits in user code."""
 
 from __future__ import annotations
 
@@ -10,34 +8,34 @@ from typing import Any
 import torch
 
 
-class DeviceWatch:
-    """Sees whether a device comes to the end of what it has been given.
+class StalledDevice:
+    """Checks whether a device completes its queued work. Costs the main thread nothing.
 
-    Costs the main thread nothing: the watchdog's own thread puts an event behind the device's work, and looks
-    whether the device has come to it. It does so only once the main thread has been at one place for some
-    time: while a graph is captured, no other thread may touch the device.
+    The watchdog's thread records an event behind the device's work, and later queries it. It does so only
+    once the main thread has been at one place for some time: during graph capture no other thread may use
+    the device.
 
     Args:
-        device: Of this rank.
-        after: Seconds at one place after which it looks.
+        device: The device of this rank.
+        after: Seconds at one place after which the event is recorded.
     """
 
     def __init__(self, device: torch.device, after: float) -> None:
         self.device, self._after = device, after
         self._event: Any = None
-        self._of: float | None = None
+        self._recorded_for: float | None = None
 
-    def look(self, stays: float | None) -> tuple[str, float] | None:
-        """The wait for the device, if it has not gone on, as far as is known.
+    def poll(self, unmoved_since: float | None) -> tuple[str, float] | None:
+        """Return the wait for the device and its start; None: its work is complete, or not yet checked.
 
         Args:
-            stays: Since when the main thread has been at one place (`time.monotonic()`).
+            unmoved_since: Since when the main thread has been at one place (`time.monotonic()`).
         """
-        if stays is None or time.monotonic() - stays < self._after:
-            self._event = self._of = None
+        if unmoved_since is None or time.monotonic() - unmoved_since < self._after:
+            self._event = self._recorded_for = None
             return None
-        if self._of != stays:
-            self._of, self._event = stays, torch.Event(self.device)
+        if self._recorded_for != unmoved_since:
+            self._recorded_for, self._event = unmoved_since, torch.Event(self.device)
             self._event.record(torch.accelerator.current_stream(self.device))
             return None
-        return None if self._event.query() else (f"work of {self.device}", stays)
+        return None if self._event.query() else (f"work of {self.device}", unmoved_since)

@@ -1,9 +1,8 @@
-"""`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
+"""`Watchdog`: a thread of each rank that prints where all ranks are, once one of them has waited too long.
 
-It polls the call of all ranks that the main thread waits in, and the place where the main thread is blocked.
-At each look it publishes them through the store. Every rank does so from its own thread, so also
-one that is busy or stuck in Python; one of which nothing new is heard has ended, or cannot run Python. The
-main thread does nothing for it.
+It polls the collective in which the main thread waits, and the place where the main thread is blocked. Each
+poll publishes them through the store. It does so even if the main thread is busy or stuck in Python. A rank
+without new statuses has ended, or cannot run Python. The main thread does nothing for it.
 """
 
 from __future__ import annotations
@@ -24,47 +23,47 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import print_line
 from fabric.core.parts import Part
-from fabric.guard.call_checker import reason_of, waits_of_world
-from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
+from fabric.guard.call_checker import job_detector, reason_of
+from fabric.guard.deadlocks import EXITED, SILENT, RankStatus, status_table
 from fabric.guard.job_store import StoreTimeout
 from fabric.guard.messages import RankReport
-from fabric.watchdog.stacks import StillWatch, batch_wait, user_line
+from fabric.watchdog.stacks import BlockedThread, batch_wait, line_of_thread
 
 if TYPE_CHECKING:
     from fabric.guard.deadlocks import DeadlockDetector
-    from fabric.watchdog.devices import DeviceWatch
+    from fabric.watchdog.devices import StalledDevice
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
-_PERIOD = 1.0
-"""Seconds between two looks; more in large jobs, for the store's sake."""
-_ANSWER = 1.5
-"""Seconds, or three looks, in which each rank should have told where it is."""
-_AGAIN = 5.0
-"""The next table of one hang comes after so many times the seconds of the last."""
+_PERIOD_S = 1.0
+"""Seconds between two polls; more in large jobs, since the store serves all ranks."""
+_ANSWER_S = 1.5
+"""Seconds (at least three polls) within which each rank should have published a new status."""
+_REPEAT_FACTOR = 5.0
+"""The wait at the next table of one hang, as a multiple of the wait at the last one."""
 
 
-_OF_THE_GROUP = re.compile(
+_PEER_ERROR = re.compile(
     r"(?<!launch )timed out|timeout|closed by peer|connection (reset|refused|closed)|broken pipe|pair closure"
     r"|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-"""How torch's backends say that another rank ended or did not come; a launch that timed out is a kernel's."""
+"""Messages of torch's backends if another rank ended or is missing. "launch timed out" is about a kernel."""
 
 
-_STILL_S = 2.0
-"""Seconds for which a thread must have stood still before others are told."""
+_BLOCKED_S = 2.0
+"""Seconds for which a thread must be blocked before the collectives that it waits for are published."""
 
 
 _END_S = 30.0
-"""Seconds in which ranks that raise should have ended, and with them what a thread waits for."""
+"""Seconds within which ranks that raise should exit, and so end the wait of this rank."""
 
 
 def report_after() -> float | None:
-    """Seconds after which a wait is reported, of FABRIC_HANG_REPORT_AFTER; None: never.
+    """Return FABRIC_HANG_REPORT_AFTER, the seconds after which a wait is reported; None: never.
 
     Raises:
-        ConfigurationError: It is no number.
+        ConfigurationError: It is not a number.
     """
     text = os.environ.get(VARIABLE, str(REPORT_AFTER))
     try:
@@ -73,7 +72,7 @@ def report_after() -> float | None:
             raise ValueError
     except ValueError:
         raise ConfigurationError(
-            f"{VARIABLE}={text!r} is no number of seconds. Write for example {VARIABLE}=60, or =off."
+            f"{VARIABLE}={text!r} is not a number of seconds. Write for example {VARIABLE}=60, or =off."
         ) from None
     return seconds or None
 
@@ -81,17 +80,19 @@ def report_after() -> float | None:
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog | None] = weakref.WeakKeyDictionary()
 
 
-def watch_over(device: torch.device) -> Watchdog | None:
-    """The watchdog of torch's default process group, which looks at this rank's device, too; None: switched
-    off.
+def watchdog_of_job(device: torch.device) -> Watchdog | None:
+    """Return the watchdog of torch's default process group; None: switched off.
+
+    Args:
+        device: The device of this rank, which is watched, too.
 
     Raises:
-        ConfigurationError: FABRIC_HANG_REPORT_AFTER is no number.
+        ConfigurationError: FABRIC_HANG_REPORT_AFTER is not a number.
     """
     world = dist.group.WORLD
     if world not in _watchdogs:
         after = report_after()
-        _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after, device)
+        _watchdogs[world] = None if after is None else Watchdog(job_detector(), after, device)
     return _watchdogs[world]
 
 
@@ -104,14 +105,14 @@ class HangReport(Part):
     """The watchdog of the process group, for one strategy.
 
     Args:
-        strategy: Of several ranks.
+        strategy: A strategy of several ranks.
     """
 
     name = "hang report"
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.proxy(strategy)
-        self.watchdog = watch_over(strategy.root_device)
+        self.watchdog = watchdog_of_job(strategy.root_device)
         """None: FABRIC_HANG_REPORT_AFTER=off."""
 
     def failed(self, error: Exception, doing: str) -> None:
@@ -122,7 +123,7 @@ class HangReport(Part):
             CollectiveMismatch: Ranks wait for each other in different calls.
         """
         if self.watchdog is not None:
-            self.watchdog.explain(error, doing)
+            self.watchdog.translate_error(error, doing)
 
     def teardown(self) -> None:
         """End the watchdog, if the strategy made the process group."""
@@ -132,168 +133,172 @@ class HangReport(Part):
 
 
 class Watchdog:
-    """Watches the thread that makes it.
+    """Watches the thread that creates it.
 
     Args:
-        waits: Where this rank's calls of all ranks say that they wait.
-        after: Seconds of waiting after which the ranks are asked.
-        device: Of this rank.
+        detector: The deadlock detector of this rank.
+        after: Seconds of waiting after which the statuses of all ranks are printed.
+        device: The device of this rank.
     """
 
-    def __init__(self, waits: DeadlockDetector, after: float, device: torch.device) -> None:
-        self._store = waits.store.clone()
-        self._waits = waits
+    def __init__(self, detector: DeadlockDetector, after: float, device: torch.device) -> None:
+        self._store = detector.store.clone()
+        self._detector = detector
         self._after = self._next = after
-        self._period = max(min(_PERIOD, after / 4), waits.world_size / 2048)
+        self._period = max(min(_PERIOD_S, after / 4), detector.world_size / 2048)
         self._thread = threading.get_ident()
-        self._still = StillWatch(self._thread)
-        self._device: DeviceWatch | None = None
+        self._blocked = BlockedThread(self._thread)
+        self._device: StalledDevice | None = None
         if device.type not in ("cpu", "mps"):
-            from fabric.watchdog.devices import DeviceWatch
+            from fabric.watchdog.devices import StalledDevice
 
-            self._device = DeviceWatch(device, after / 2)
-        self._slow: dict[str, float] = {}  # by loader: shorter waits for a batch are not reported again
-        self._tables = 0  # that ranks have printed
-        self._heard: float | None = None  # when a verdict came that the thread will never go on
-        self._over = threading.Event()
-        waits.explain = self.whereabouts
+            self._device = StalledDevice(device, after / 2)
+        self._reported: dict[str, float] = {}  # by loader: shorter waits for a batch are not reported again
+        self._tables = 0  # printed by all ranks
+        self._deadlocked_since: float | None = None  # time of a verdict in which the thread waits forever
+        self._stopped = threading.Event()
+        detector.collect_statuses = self.collect_statuses
         atexit.register(self.stop)
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="fabric-watchdog")
-        self._watcher.start()
+        self._poller = threading.Thread(target=self._run, daemon=True, name="fabric-watchdog")
+        self._poller.start()
 
     def stop(self) -> None:
-        """End the thread, and tell the others that this rank has left."""
+        """End the thread, and publish that this rank exits."""
         atexit.unregister(self.stop)
-        if self._over.is_set():
+        if self._stopped.is_set():
             return
-        self._over.set()
-        self._watcher.join(2.0)
-        self._waits.explain = None
+        self._stopped.set()
+        self._poller.join(2.0)
+        self._detector.collect_statuses = None
         error = getattr(sys, "last_value", None)
         end = "finished"
         if error is not None:
             from fabric.launch.rank_exit import describe
 
             end = f"raised {describe(error)}"
-        with suppress(Exception):  # the store may have gone before
-            self._waits.tell(self._waits.stand(RankReport(self._waits.rank, LEFT, "", end), None))
+        with suppress(Exception):  # the host of the store may have exited
+            report = RankReport(self._detector.rank, EXITED, "", end)
+            self._detector.publish_status(self._detector.status(report, None))
 
-    def whereabouts(self) -> dict[int, RankStatus]:
+    def collect_statuses(self) -> dict[int, RankStatus]:
         """Return new statuses of all ranks, from their own watchdogs. May be called by any thread."""
-        waits, end = self._waits, time.monotonic() + max(_ANSWER, 3 * self._period)
-        ranks = {*range(waits.world_size)} - {waits.rank}
-        # A connection that has a call of another thread on its way would seem to be silent.
-        store = self._store if threading.current_thread() is self._watcher else waits.store
-        before = found = waits.read(store)
+        detector, end = self._detector, time.monotonic() + max(_ANSWER_S, 3 * self._period)
+        ranks = {*range(detector.world_size)} - {detector.rank}
+        # A store blocks while another thread uses its connection, as if its host did not answer.
+        store = self._store if threading.current_thread() is self._poller else detector.store
+        before = found = detector.read_statuses(store=store)
         while ranks and time.monotonic() < end:
-            time.sleep(max(self._period / 2, waits.world_size / 1024))
-            found = waits.read(store)
-            ranks = {r for r in ranks if found.get(r) == before.get(r) and not _has_left(found.get(r))}
-        found[waits.rank] = self._stands()._replace(told=time.monotonic())
+            time.sleep(max(self._period / 2, detector.world_size / 1024))
+            found = detector.read_statuses(store=store)
+            ranks = {r for r in ranks if found.get(r) == before.get(r) and not _has_exited(found.get(r))}
+        found[detector.rank] = self._status()._replace(published=time.monotonic())
         for rank in ranks:
             text = "it has died, cannot be reached, or something keeps Python from running there"
             found[rank] = RankStatus(rank, "", SILENT, "", text, None, {})
         return dict(sorted(found.items()))
 
-    def explain(self, error: Exception, doing: str) -> None:
-        """Raise what lies behind an error of the process group, if it is one.
+    def translate_error(self, error: Exception, doing: str) -> None:
+        """Raise the cause of an error of the process group; return if it is another error.
 
         Raises:
             CollectiveMismatch: Ranks wait for each other in different calls.
             RankError: With the table of where the ranks are.
         """
-        if isinstance(error, torch.AcceleratorError) or _OF_THE_GROUP.search(str(error)) is None:
-            return  # what a device says of itself may also be of a time that has passed
-        self._store.settle()
-        with suppress(Exception):  # the store went with the rank that kept it
-            self._waits.hear()
-        if self._waits.broken is not None:
-            raise CollectiveMismatch(self._waits.broken) from error
+        if isinstance(error, torch.AcceleratorError) or _PEER_ERROR.search(str(error)) is None:
+            return  # an error of the device; it may be from an earlier operation
+        self._store.await_host_exit()
+        with suppress(Exception):  # the rank that hosted the store exited
+            self._detector.poll_verdict()
+        if self._detector.fatal_error is not None:
+            raise CollectiveMismatch(self._detector.fatal_error) from error
         try:
-            more = f"Where the ranks are:\n{as_table(self.whereabouts().values())}"
-        except StoreTimeout as silent:
-            more = f"This rank {silent}."
-        except Exception:  # the store went with the rank that kept it
+            more = f"Where the ranks are:\n{status_table(self.collect_statuses().values())}"
+        except StoreTimeout as timeout:
+            more = f"This rank {timeout}."
+        except Exception:  # the rank that hosted the store exited
             return
         raise RankError(
-            f"{doing} failed on rank {self._waits.rank}, since another rank ended or did not come "
+            f"{doing} failed on rank {self._detector.rank}, since another rank ended or did not join "
             f"({reason_of(error)}). {more}"
         ) from error
 
-    def _watch(self) -> None:
-        while not self._over.wait(self._period):
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period):
             try:
-                self._look()
+                self._poll()
             except Exception as error:
-                if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
-                    print_line(f"the watchdog of rank {self._waits.rank} ends, it failed: {error!r}")
+                if not isinstance(error, dist.DistError | OSError):  # else the store ended with the job
+                    print_line(f"the watchdog of rank {self._detector.rank} ends, it failed: {error!r}")
                 atexit.unregister(self.stop)
                 return
 
-    def _look(self) -> None:
-        wait, said, silent = self._stands(), self._tables, None
+    def _poll(self) -> None:
+        status, tables, timeout = self._status(), self._tables, None
         try:
-            self._waits.tell(wait, self._store)
-            if wait.pending:
-                self._waits.judge(self._store)
-            said = self._store.add("tables", 0)
+            self._detector.publish_status(status, self._store)
+            if status.pending:
+                self._detector.detect_deadlock(self._store)
+            tables = self._store.add("tables", 0)
         except StoreTimeout as error:
-            silent = error
-        self._end_if_hopeless(wait)
-        if wait.since is None:
+            timeout = error
+        self._exit_if_deadlocked(status)
+        if status.since is None:
             self._next = self._after
         else:
-            seconds = time.monotonic() - wait.since
-            if said > self._tables:  # another rank has said it
-                self._next = max(self._next, seconds * _AGAIN)
-            elif seconds >= max(self._next, self._slow.get(wait.verb, 0.0)):
-                self._next = seconds * _AGAIN
-                if wait.verb.startswith("the loader"):
-                    self._slow[wait.verb] = self._next
-                self._report(wait, seconds, silent)
-        self._tables = max(said, self._tables)
+            seconds = time.monotonic() - status.since
+            if tables > self._tables:  # another rank has printed one
+                self._next = max(self._next, seconds * _REPEAT_FACTOR)
+            elif seconds >= max(self._next, self._reported.get(status.verb, 0.0)):
+                self._next = seconds * _REPEAT_FACTOR
+                if status.verb.startswith("the loader"):
+                    self._reported[status.verb] = self._next
+                self._print_table(status, seconds, timeout)
+        self._tables = max(tables, self._tables)
 
-    def _stands(self) -> RankStatus:
-        """Return the status of the thread. Called at each look: quick."""
-        still = self._still.look()
-        stuck = None if self._device is None else self._device.look(self._still.stays)
-        if self._waits.here is not None:
-            return self._waits.here
-        what, since = still or stuck or batch_wait(self._thread) or ("", None)
-        wait = self._waits.stand(RankReport(self._waits.rank, what, "", user_line(self._thread)), since)
-        if still is None or time.monotonic() - still[1] < _STILL_S:
-            return wait
-        begun, pending = self._waits.begun(self._thread)
-        return wait._replace(begun=begun, pending=pending) if pending else wait
+    def _status(self) -> RankStatus:
+        """Return the status of the thread. Called at each poll: must be quick."""
+        blocked = self._blocked.poll()
+        stalled = None if self._device is None else self._device.poll(self._blocked.unmoved_since)
+        if self._detector.waiting is not None:
+            return self._detector.waiting
+        call, since = blocked or stalled or batch_wait(self._thread) or ("", None)
+        report = RankReport(self._detector.rank, call, "", line_of_thread(self._thread))
+        status = self._detector.status(report, since)
+        if blocked is None or time.monotonic() - blocked[1] < _BLOCKED_S:
+            return status
+        started, pending = self._detector.torch_collectives(self._thread)
+        return status._replace(started=started, pending=pending) if pending else status
 
-    def _end_if_hopeless(self, wait: RankStatus) -> None:
-        """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
-        verdict, now = self._waits.broken, time.monotonic()
-        if verdict is None or not wait.pending:
-            self._heard = None
+    def _exit_if_deadlocked(self, status: RankStatus) -> None:
+        """End this process if it is deadlocked where it cannot raise, and no exit of another rank helps."""
+        verdict, now = self._detector.fatal_error, time.monotonic()
+        if verdict is None or not status.pending:
+            self._deadlocked_since = None
             return
-        self._heard = self._heard or now
-        if now - self._heard < _END_S and self._waits.can_raise:
+        self._deadlocked_since = self._deadlocked_since or now
+        if now - self._deadlocked_since < _END_S and self._detector.can_raise:
             return
         error = CollectiveMismatch(verdict)
         try:
             sys.excepthook(type(error), error, None)
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # whatever hooks and streams do: the others wait for the end
+        finally:  # even if a hook or stream raises: other ranks are blocked until this one exits
             os._exit(1)
 
-    def _report(self, wait: RankStatus, seconds: float, silent: StoreTimeout | None) -> None:
-        me = str(wait.rank)
-        waited = f"rank {me} has waited {seconds:.0f} s in {wait.verb}"
-        if silent is not None:
-            where = f"at {wait.where} ({VARIABLE}={self._after:g})"
-            print_line(f"{waited} {where}, and cannot ask the others: {silent}.")
-        elif self._store.compare_set(f"table/{self._tables}", "", me) == me.encode():  # else another does
+    def _print_table(self, status: RankStatus, seconds: float, timeout: StoreTimeout | None) -> None:
+        rank = str(status.rank)
+        waited = f"rank {rank} has waited {seconds:.0f} s in {status.verb}"
+        if timeout is not None:
+            where = f"at {status.where} ({VARIABLE}={self._after:g})"
+            print_line(f"{waited} {where}, and cannot ask the others: {timeout}.")
+        elif (
+            self._store.compare_set(f"table/{self._tables}", "", rank) == rank.encode()
+        ):  # else another rank does
             self._tables = self._store.add("tables", 1)
-            text = as_table(self.whereabouts().values())
+            text = status_table(self.collect_statuses().values())
             print_line(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
 
-def _has_left(wait: RankStatus | None) -> bool:
-    return wait is not None and wait.verb == LEFT
+def _has_exited(status: RankStatus | None) -> bool:
+    return status is not None and status.verb == EXITED

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import PYTHON, Job, environ, until
+from namespaces import Host, connected_hosts
 from test_clusters import slurm  # noqa: F401  a fixture
-from test_two_hosts import Host, ip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,27 +242,7 @@ def test_small_shared_memory_few_files_and_an_unwritable_directory(tmp_path):
 
 @pytest.fixture
 def hosts(tmp_path) -> Iterator[list[Host]]:
-    """Three of them, joined by a bridge in a fourth namespace; the first is rank zero's."""
-    if shutil.which("ip") is None:
-        pytest.skip("ip is not installed (Debian: iproute2)")
-    bridge = Host(f"d{os.getpid()}b", "", tmp_path)
-    found = [Host(f"d{os.getpid()}{side}", f"10.79.0.{side}", tmp_path) for side in (1, 2, 3)]
-    with ExitStack() as stack:
-        try:
-            for host in (bridge, *found):
-                ip("netns", "add", host.name)
-                stack.callback(host.remove)
-            ip("-n", bridge.name, "link", "add", "br0", "type", "bridge")
-            ip("-n", bridge.name, "link", "set", "br0", "up")
-            for host in found:
-                port = f"p{host.name[1:]}"
-                ip(*f"-n {host.name} link add {host.card} type veth peer {port} netns {bridge.name}".split())
-                ip("-n", bridge.name, "link", "set", port, "master", "br0", "up")
-                ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.card)
-                ip("-n", host.name, "link", "set", "lo", "up")
-                ip("-n", host.name, "link", "set", host.card, "up")
-        except OSError as error:
-            pytest.skip(f"no network namespaces here: {error}")
+    with connected_hosts(3, "d", "10.79.0", tmp_path) as found:
         yield found
 
 

@@ -132,4 +132,4 @@ def test_a_stuck_rank_is_shown_once_early_and_in_the_error_at_the_end(tmp_path, 
     else:
         assert done.returncode == 1
         assert re.search(stuck.replace("  1", r".*  1", 1), rest), "the error at the timeout has the table"
-        assert "did not come" in rest
+        assert "did not join" in rest

@@ -1,24 +1,18 @@
-"""Two hosts on this machine: network namespaces with a cable between them, which can be cut.
-
-Debian package: iproute2; and the right to make namespaces (root). Skipped where either is missing.
-"""
+"""Two hosts on this machine (namespaces.py) with a cable between them, which can be cut."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import signal
 import subprocess
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 from jobs import PYTHON, SCRIPTS, Job, alive, check_facts, environ, facts, until
+from namespaces import Host, connected_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 TRAIN, ENDLESS = str(SCRIPTS / "train.py"), str(SCRIPTS / "endless.py")
 TIMEOUT = 8
@@ -29,57 +23,9 @@ at the exit, the rest for a busy machine."""
 pytestmark = pytest.mark.slow
 
 
-class Host:
-    """A network namespace with one network card."""
-
-    def __init__(self, name: str, address: str, files: Path) -> None:
-        self.name, self.address, self.files = name, address, files
-        self.card = f"{name}v"
-
-    def start(self, command: list[str], **env: str) -> Job:
-        inside = ["ip", "netns", "exec", self.name, *command]
-        return Job(inside, self.files / self.name, GLOO_SOCKET_IFNAME=self.card, **env)
-
-    def pids(self) -> list[int]:
-        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
-
-    def cut(self) -> None:
-        """Pull the cable out; nobody is told."""
-        ip("-n", self.name, "link", "set", self.card, "down")
-
-    def remove(self) -> None:
-        for pid in self.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        ip("netns", "del", self.name)
-
-
-def ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 @pytest.fixture
 def hosts(tmp_path) -> Iterator[list[Host]]:
-    """Two of them; the first is rank zero's."""
-    if shutil.which("ip") is None:
-        pytest.skip("ip is not installed (Debian: iproute2)")
-    both = [Host(f"f{os.getpid()}{side}", f"10.77.0.{side}", tmp_path) for side in (1, 2)]
-    with ExitStack() as stack:
-        try:
-            for host in both:
-                ip("netns", "add", host.name)
-                stack.callback(host.remove)
-            one, two = both
-            ip(*f"-n {one.name} link add {one.card} type veth peer {two.card} netns {two.name}".split())
-            for host in both:
-                ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.card)
-                ip("-n", host.name, "link", "set", "lo", "up")
-                ip("-n", host.name, "link", "set", host.card, "up")
-        except OSError as error:
-            pytest.skip(f"no network namespaces here: {error}")
+    with connected_hosts(2, "f", "10.77.0", tmp_path) as both:
         yield both
 
 

@@ -105,6 +105,12 @@ def some_ranks():
     dist.is_initialized() or dist.init_process_group("gloo")
     return dist.new_group(list(range(1, dist.get_world_size())))
 '''
+TREE = '''
+def in_tree(fan_out, strategy):
+    """The strategy, with a tree of connections between the ranks, as large groups have it."""
+    CallChecker.fan_out, CallChecker.gather_up_to = fan_out, 1
+    return strategy
+'''
 FULLY_SHARD = "from torch.distributed.fsdp import fully_shard"
 TENSOR_IMPORTS = (
     FULLY_SHARD
@@ -187,6 +193,17 @@ LAYOUTS += [
         idle=1,
     )
     for name, kind in {"ddp": "DDPStrategy", "zero1": "ZeRO1Strategy"}.items()
+]
+LAYOUTS += [
+    Layout(
+        name,
+        f"in_tree({fan_out}, {strategy}())",
+        (4,),
+        1,
+        imports="from fabric.guard.call_checker import CallChecker",
+        before=TREE,
+    )
+    for name, fan_out, strategy in (("tree", 1, "DDPStrategy"), ("fsdp-tree", 2, "FSDPStrategy"))
 ]
 SCALED_IMPORTS = (
     "from fabric.core.precision import POLICIES\nfrom fabric.plugins.precision import MixedPrecision"

@@ -55,9 +55,21 @@ ForwardCheck.check_forward = lambda self, name="": self._within is None
     "standstills end": Mend(
         """
 from fabric.guard.deadlocks import DeadlockDetector
-DeadlockDetector.judge = lambda *_: None
+DeadlockDetector.detect_deadlock = lambda *_: None
 """,
         (*DDP, *SPLIT, "tensor"),
+    ),
+    "equal numbers are reduced in a tree, too": Mend(
+        """
+from fabric.guard.control_connections import ControlConnections
+made = getattr(ControlConnections._merge, "made", ControlConnections._merge)
+def merge(self, control_round):
+    if all([row == control_round.message for _, row in self._received.values()]):
+        control_round.combine = None
+    return made(self, control_round)
+merge.made, ControlConnections._merge = made, merge
+""",
+        ("tree", "fsdp-tree"),
     ),
     "failed passes get a new reducer": Mend(
         """

@@ -92,7 +92,9 @@ def on_rank(program: Program, folder: str, plant: str | None = None) -> None:
     rank = dist.get_rank()
     gc.collect()  # what is left of the program before this one
     # Standstills are a tenth of all programs: proved with less patience.
-    watchdog._PERIOD, watchdog._STILL_S, control.PATIENCE = 0.1, 0.3, 0.2
+    watchdog._PERIOD_S, watchdog._BLOCKED_S, control.PATIENCE = 0.1, 0.3, 0.2
+    checker = control.CallChecker  # a program in a tree sets these, for itself
+    checker.fan_out, checker.gather_up_to = control.FAN_OUT, control.GATHER_UP_TO
     names = namespace(program)
     if plant is not None:
         exec(plant, names)

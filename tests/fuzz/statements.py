@@ -344,7 +344,8 @@ def evaluation_by_rank(scene: Scene) -> list[Node]:
 
 
 VERBS = [
-    "note.same('sum', fabric.all_reduce(ranked(fabric, lambda r: torch.arange(3.0) + r), reduce_op='sum'))",
+    "note.same('sum', [fabric.all_reduce(ranked(fabric, lambda r: torch.arange(3.0) + r * n), "
+    "reduce_op='sum') for n in (0, 1)])",
     "note.same('tree', fabric.all_reduce(ranked(fabric, lambda r: {'a': torch.ones(2), 'b': [r + 0.5]})))",
     "note.same('max', fabric.all_reduce(ranked(fabric, lambda r: torch.tensor([r, -r])), reduce_op='max'))",
     "note.same('stack', fabric.all_gather(ranked(fabric, lambda r: torch.full((2, 2), float(r)))))",

@@ -8,23 +8,19 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import counted, launched
+from connected_ranks import SECONDS, connected, exchange
 
 from fabric.core.errors import CollectiveMismatch, RankError
 from fabric.guard import messages
 from fabric.guard.call_checker import CallChecker, guard_of
-from fabric.guard.control_connections import ControlConnections, Listener, connect, neighbours
+from fabric.guard.control_connections import neighbours
 from fabric.testing import RankPool
-
-SECONDS = 20.0
-KEY = b"key of the group"
 
 
 @pytest.fixture(scope="module")
@@ -66,101 +62,82 @@ def test_large_trees_are_wide_and_flat(count, most, deep):
 # Ranks as threads
 
 
-@contextmanager
-def tree(size: int, fan_out: int):
-    """The connections of each rank of a group (10, 11, ...), and threads to run them in."""
-    ranks = range(10, 10 + size)
-    near = [neighbours(place, size, fan_out) for place in range(size)]
-    with ThreadPoolExecutor(size) as threads, ExitStack() as stack:
-        listeners = [stack.enter_context(Listener([block.start for block in below])) for _, below in near]
-
-        def make(place):
-            upper, below = near[place]
-            line = upper if upper is None else connect(place, upper, "localhost", listeners[upper].port, KEY)
-            lines = listeners[place].accept(KEY) if below else []
-            return ControlConnections(line, lines, ranks, place, fan_out)
-
-        made = list(threads.map(make, range(size), timeout=SECONDS))
-        yield made, threads
-        for one in made:
-            one.close("the test is over")
-
-
-def take_turn(one: ControlConnections, own: bytes, *more) -> list[bytes]:
-    turn = one.start(own, *more)
-    assert turn.is_done(SECONDS)
-    return turn.by_place(len(one._ranks))
-
-
 @pytest.mark.parametrize(("size", "fan_out"), [(4, 1), (4, 2), (7, 2), (12, 3)])
 def test_all_get_what_each_has_sent(size, fan_out):
     draw = random.Random(size)
-    with tree(size, fan_out) as (made, threads):
+    with connected(size, fan_out) as (made, threads):
         for kinds in (1, 2, 2, size):
             texts = [draw.randbytes(draw.choice([1, 40, 300_000])) for _ in range(kinds)]
             owns = [draw.choice(texts) for _ in made]
-            assert list(threads.map(take_turn, made, owns, timeout=SECONDS)) == [owns] * size
+            assert list(threads.map(exchange, made, owns, timeout=SECONDS)) == [owns] * size
 
 
 def test_what_differs_is_sent_up_to_a_size(monkeypatch):
     monkeypatch.setattr(messages, "GROUPED_BYTES", 1000)
     owns = [bytes([place]) * 700 for place in range(4)]
-    with tree(4, 1) as (made, threads):
-        for found in threads.map(take_turn, made, owns, timeout=SECONDS):
+    with connected(4, 1) as (made, threads):
+        for found in threads.map(exchange, made, owns, timeout=SECONDS):
             assert [own.startswith(row) and len(row) >= 100 for own, row in zip(owns, found, strict=True)]
             assert sum(map(len, found)) <= 1000
 
 
 def test_rows_are_grouped_by_their_keys_and_combined_if_these_are_equal():
     combine = lambda rows: rows[0][:4] + bytes([sum([row[4] for row in rows])])  # noqa: E731
-    with tree(7, 2) as (made, threads):
+    with connected(7, 2) as (made, threads):
         owns = [b"same" + bytes([place]) for place in range(7)]
-        found = list(threads.map(lambda one, own: take_turn(one, own, 4, combine), made, owns))
+        found = list(threads.map(lambda one, own: exchange(one, own, 4, combine), made, owns))
         assert found == [[b"same" + bytes([21])] * 7] * 7
         owns[5] = b"else" + bytes([5])
-        found = list(threads.map(lambda one, own: take_turn(one, own, 4, combine), made, owns))
+        found = list(threads.map(lambda one, own: exchange(one, own, 4, combine), made, owns))
         assert found == [[b"same"] * 5 + [b"else", b"same"]] * 7
 
 
+SHAPES = [(3, 32, place) for place in range(3)] + [(4, 1, place) for place in range(4)]
+"""Size and fan-out of a group, a star and a chain, and one of its ranks."""
+LARGER = [(7, 2, place) for place in range(7)]
+
+
 @pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("gone", range(7))
-def test_a_rank_that_goes_is_named_to_all_that_wait_and_that_come_later(gone, sent):
-    with tree(7, 2) as (made, threads):
-        list(threads.map(take_turn, made, [b"a"] * 7, timeout=SECONDS))
+@pytest.mark.parametrize(("size", "fan_out", "gone"), SHAPES + LARGER)
+def test_a_rank_that_exits_is_named_to_all_that_wait_and_that_start_later(size, fan_out, gone, sent):
+    with connected(size, fan_out) as (made, threads):
+        list(threads.map(exchange, made, [b"a", *[b"b"] * (size - 1)], timeout=SECONDS))
         if sent:
             made[gone].start(b"d")
         made[gone].drop("the process ends")
         others = [one for place, one in enumerate(made) if place != gone]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
+        closed = f"Connection closed by rank {10 + gone}"
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
         first = {str(exception(SECONDS)) for exception in found}  # it may still end, if all have sent
-        assert first <= {f"Connection closed by rank {10 + gone}"} | ({"None"} if sent else set())
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {f"Connection closed by rank {10 + gone}"}
+        assert first <= ({closed, "None"} if sent else {closed})
+        assert len(first) == 1 or not made[0].is_star
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
+        assert {str(exception(SECONDS)) for exception in found} == {closed}
         assert {one.lost for one in others} == {10 + gone}
 
 
-@pytest.mark.parametrize("tired", range(4))
-def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
-    with tree(4, 1) as (made, threads):
-        list(threads.map(take_turn, made, [b"a"] * 4, timeout=SECONDS))
+@pytest.mark.parametrize(("size", "fan_out", "tired"), SHAPES)
+def test_a_rank_that_gives_up_is_not_taken_for_lost(size, fan_out, tired):
+    with connected(size, fan_out) as (made, threads):
+        list(threads.map(exchange, made, [b"a", *[b"b"] * (size - 1)], timeout=SECONDS))
         made[tired].close("too long")
         others = [one for place, one in enumerate(made) if place != tired]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks are here"}
+        found = [threads.submit(exchange, one, b"d").exception for one in others]
+        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks made the call"}
         assert {one.lost for one in others} == {None}
 
 
-@pytest.mark.parametrize("first_to_leave", range(4))
-def test_rounds_that_were_left_are_done_before_the_next_one(first_to_leave):
-    with tree(4, 1) as (made, threads):
+@pytest.mark.parametrize(("size", "fan_out", "first_to_leave"), SHAPES)
+def test_rounds_that_were_left_are_done_before_the_next_one(size, fan_out, first_to_leave):
+    with connected(size, fan_out) as (made, threads):
         left = made[first_to_leave].start(bytes([1 + first_to_leave]))
-        assert not left.is_done(0.01), "the others have not come"
-        owns = [[bytes([1 + place]), bytes([10 + place])] for place in range(4)]
+        assert not left.wait(0.01), "the others have not started it"
+        owns = [[bytes([1 + place]), bytes([10 + place])] for place in range(size)]
         todo = [own[1:] if place == first_to_leave else own for place, own in enumerate(owns)]
-        run = lambda one, turns: [take_turn(one, own) for own in turns]  # noqa: E731
+        run = lambda one, messages: [exchange(one, message) for message in messages]  # noqa: E731
         got = list(threads.map(run, made, todo, timeout=SECONDS))
-        assert [turns[-1] for turns in got] == [[b"\n", b"\x0b", b"\x0c", b"\r"]] * 4
-        assert left.by_place(4) == [b"\1", b"\2", b"\3", b"\4"]
+        assert [rounds[-1] for rounds in got] == [[own[1] for own in owns]] * size
+        assert left.rows_by_rank(size) == [own[0] for own in owns]
 
 
 # Ranks as processes
@@ -168,7 +145,7 @@ def test_rounds_that_were_left_are_done_before_the_next_one(first_to_leave):
 
 def small(fan_out: int):
     """All groups of more than `fan_out` + 1 ranks are trees, and their frames have no rank's own data."""
-    return mock.patch.multiple(CallChecker, fan_out=fan_out, whole_up_to=1)
+    return mock.patch.multiple(CallChecker, fan_out=fan_out, gather_up_to=1)
 
 
 def verbs(fan_out):
@@ -192,6 +169,8 @@ def verbs(fan_out):
                 "bools": fabric.all_reduce(torch.tensor([rank == 1, True, False]), reduce_op="min"),
                 "agree": fabric.agree({"lr": 0.1, "seeds": [1, 2], "x": torch.ones(3)}),
                 "inplace": fabric.all_reduce(torch.full((4, 2), float(rank)), reduce_op="sum"),
+                "equal": [fabric.all_reduce(3, reduce_op=op).item() for op in ("sum", "product")],
+                "equal mean": fabric.all_reduce(2.5).item(),
             }
         return found, dict(calls)
 
@@ -201,7 +180,7 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
     found = seven.run(verbs, fan_out, world_size=world)
     ranks = range(world)
     for values, calls in found:
-        assert calls == {"frame": 14}, "one round for each call, and no collective of torch"
+        assert calls == {"frame": 17}, "one round for each call, and no collective of torch"
         assert (values["any"], values["all"]) == ([True, False], [False, True])
         mean = sum(ranks) / world
         assert values["mean"]["a"].item() == mean
@@ -214,6 +193,8 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
         assert values["bools"].tolist() == [False, True, False]
         assert values["agree"]["x"].tolist() == [1.0, 1.0, 1.0]
         assert values["inplace"].tolist() == [[float(sum(ranks))] * 2] * 4
+        assert values["equal"] == [3 * world, 3**world]
+        assert values["equal mean"] == 2.5
         assert values["sum"].equal(found[0][0]["sum"]), "the same bits on all ranks"
     exact = torch.tensor([0.1, 1e8, -1e8, 0.3], dtype=torch.float32).double() * sum(range(world + 1))
     torch.testing.assert_close(found[0][0]["sum"].double(), exact, rtol=1e-6, atol=0)
@@ -221,20 +202,25 @@ def test_small_values_are_combined_in_the_frames(seven, world, fan_out):
 
 def in_a_star():
     """Between the ranks whose frames have all data, and a tree: as before, floats are added up by torch."""
-    with mock.patch.object(CallChecker, "whole_up_to", 1):
+    with mock.patch.object(CallChecker, "gather_up_to", 1):
         fabric = launched()
         fabric.barrier()
         with counted() as calls:
             total = fabric.all_reduce(torch.tensor(0.1), reduce_op="sum")
             any_ = fabric.any(fabric.global_rank == 2)
-        return total.item(), any_, dict(calls)
+            counts = [
+                fabric.all_reduce(8, reduce_op="sum").item(),
+                fabric.all_reduce(fabric.global_rank + 1, reduce_op="product").item(),
+            ]
+        return total.item(), any_, counts, dict(calls)
 
 
 def test_a_star_combines_what_has_one_result_in_any_order(seven):
-    for total, any_, calls in seven.run(in_a_star, world_size=3):
+    for total, any_, counts, calls in seven.run(in_a_star, world_size=3):
+        assert counts == [24, 6], "also of equal numbers"
         assert total == pytest.approx(0.3)
         assert any_
-        assert calls == {"frame": 2, "all_reduce": 1}
+        assert calls == {"frame": 4, "all_reduce": 1}
 
 
 def large_and_light(mode):
@@ -324,7 +310,7 @@ def one_is_gone(gone):
         fabric, group = launched(), dist.new_group(range(7))
         fabric.all_reduce(1.0, group=group)
         if fabric.global_rank == gone:
-            guard_of(group).star.drop("as the end of the process does")
+            guard_of(group).connections.drop("as the end of the process does")
             return ""
         with pytest.raises(RankError) as caught:
             fabric.all_reduce(1.0, group=group)
@@ -343,11 +329,11 @@ def one_is_stopped():
     with small(1):
         fabric = launched()
         pids = fabric.all_gather_object(os.getpid())
-        waits, over, long = guard_of(dist.group.WORLD).waits, threading.Event(), threading.Event()
+        detector, over, long = guard_of(dist.group.WORLD).detector, threading.Event(), threading.Event()
 
         def wake():
             while not over.wait(0.02):
-                if waits.here is not None:
+                if detector.waiting is not None:
                     long.set()
                     os.kill(pids[3], signal.SIGCONT)
 
@@ -360,7 +346,7 @@ def one_is_stopped():
         over.set()
         if fabric.global_rank == 0:
             thread.join()
-        return total, waits.broken, long.is_set()
+        return total, detector.fatal_error, long.is_set()
 
 
 def test_a_rank_that_was_stopped_is_waited_for(seven):
@@ -381,6 +367,6 @@ def in_two_groups():
 def test_ranks_that_wait_in_two_groups(seven):
     texts = seven.run(in_two_groups, world_size=5)
     assert texts == [texts[0]] * 5
-    assert "They wait in different groups for each other" in texts[0]
+    assert "These ranks wait for each other in different groups" in texts[0]
     assert re.search(r"  1, 2 +all_reduce\(mean\) #1 of ranks 0-3 ", texts[0])
     assert re.search(r"  (\d, )+\d +all_reduce\(mean\) #2 of ranks 0-4 ", texts[0])

@@ -20,9 +20,17 @@ import fabric
 from fabric.collectives.frames import REFUSED, call_of, describe_tensor, format_tree, tree_call
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
-from fabric.guard.deadlocks import DeadlockDetector, RankStatus, stuck
+from fabric.guard.deadlocks import DeadlockDetector, RankStatus, find_deadlocked
 from fabric.guard.job_store import JobStore
-from fabric.guard.mismatch import TEXT_BYTES, RankReport, as_spans, from_text, mismatch_text, table, to_text
+from fabric.guard.mismatch import (
+    TEXT_BYTES,
+    RankReport,
+    as_spans,
+    decode_report,
+    encode_report,
+    mismatch_table,
+    mismatch_text,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 PACKAGE = Path(fabric.__file__).parent
@@ -97,14 +105,14 @@ def test_calls_are_equal_if_and_only_if_what_must_agree_is():
 @given(verb=st.text(max_size=20), where=st.text(max_size=20), what=st.text())
 def test_a_row_arrives_as_it_left(verb, where, what):
     verb, where, what = [text.replace("\n", " ").replace("\0", " ") for text in (verb, where, what)]
-    sent = to_text(RankReport(3, verb, what, where))
-    assert from_text(3, sent) == RankReport(3, verb, what, where)
+    sent = encode_report(RankReport(3, verb, what, where))
+    assert decode_report(3, sent) == RankReport(3, verb, what, where)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "🏖"])
 def test_a_long_row_is_cut_and_keeps_verb_and_place(letter):
-    sent = to_text(RankReport(0, "save", letter * TEXT_BYTES, f"{'deep/' * 500}train.py:12"))
-    row = from_text(0, sent)
+    sent = encode_report(RankReport(0, "save", letter * TEXT_BYTES, f"{'deep/' * 500}train.py:12"))
+    row = decode_report(0, sent)
     assert len(sent) == TEXT_BYTES
     assert row.verb == "save"
     assert row.where.endswith("deep/train.py:12")
@@ -116,7 +124,7 @@ def test_a_long_row_is_cut_and_keeps_verb_and_place(letter):
 
 
 def test_the_columns_of_the_table_stand_below_each_other():
-    text = table(
+    text = mismatch_table(
         [
             RankReport(0, "save #1", "", "a.py:1"),
             RankReport(10, "all_reduce(mean) #12", "float32[]", "b.py:22"),
@@ -131,9 +139,9 @@ def test_the_columns_of_the_table_stand_below_each_other():
 
 def shown(*whats):
     """The data column of each rank, as the table shows it."""
-    lines = table([RankReport(rank, "v", what, f"|{rank}") for rank, what in enumerate(whats)]).splitlines()[
-        1:
-    ]
+    lines = mismatch_table(
+        [RankReport(rank, "v", what, f"|{rank}") for rank, what in enumerate(whats)]
+    ).splitlines()[1:]
     return [line[12:].rpartition("|")[0].strip() for line in lines]
 
 
@@ -270,13 +278,13 @@ def wait(rank, group, turn, members, begun=None, **counts):
 def in_torch(rank, begun, *pending):
     """A rank that stands still in torch's collectives, of which it has begun so many and waits for some."""
     named = {"0": [(number, kind) for number, kind in pending]}
-    status = RankStatus(rank, "", "backward", "", "train.py:2", 0.0, {}, begun={"0": begun}, pending=named)
+    status = RankStatus(rank, "", "backward", "", "train.py:2", 0.0, {}, started={"0": begun}, pending=named)
     return Waiting(status, [])
 
 
 def circle_of(*waits):
     members = {one.status.group: one.members for one in waits}
-    return stuck({one.status.rank: one.status for one in waits}, members)
+    return find_deadlocked({one.status.rank: one.status for one in waits}, members)
 
 
 def test_two_groups_in_a_circle():
@@ -334,7 +342,7 @@ def test_collectives_of_two_kinds_never_meet():
 
 
 def test_nobody_waits():
-    assert stuck({}, {}) == set()
+    assert find_deadlocked({}, {}) == set()
 
 
 @st.composite
@@ -361,7 +369,7 @@ def test_stuck_is_the_union_of_all_sets_that_wait_within_themselves(waits):
         return all(
             any(
                 other in waits[rank].members
-                and waits[other].status.counts.get(waits[rank].status.group, 0) < waits[rank].status.turn
+                and waits[other].status.counts.get(waits[rank].status.group, 0) < waits[rank].status.number
                 for other in ranks
             )
             for rank in ranks
@@ -383,7 +391,7 @@ def test_all_others_come_to_an_end_in_any_order(waits, random_):
             for rank, one in waiting.items()
             if all(
                 other not in waiting
-                or waiting[other].status.counts.get(one.status.group, 0) >= one.status.turn
+                or waiting[other].status.counts.get(one.status.group, 0) >= one.status.number
                 for other in one.members
             )
         ]
@@ -401,46 +409,46 @@ def waiting(waits, group, members, where="train.py:7"):
     waits.counts[group] = 1
     waits.members[group] = members
     said = RankReport(waits.rank, "barrier() #1", "", where)
-    return waits.stand(said, 0.0, group=group, turn=1)
+    return waits.status(said, 0.0, group=group, number=1)
 
 
 def judge(waits, *arguments):
     """Look twice: a rank judges once no further one has begun to wait since its last look."""
     for _ in range(2):
-        waits.judge(*arguments)
+        waits.detect_deadlock(*arguments)
 
 
 def elsewhere(waits):
-    return waits.stand(RankReport(waits.rank, "", "", ""), None)
+    return waits.status(RankReport(waits.rank, "", "", ""), None)
 
 
 def test_a_verdict_is_the_same_for_all():
     store = dist.HashStore()
     zero, one, two = ranks = [DeadlockDetector(store, rank, 3) for rank in range(3)]
-    zero.tell(waiting(zero, "a", [0, 1]))
+    zero.publish_status(waiting(zero, "a", [0, 1]))
     judge(zero)
-    assert zero.broken is None, "rank 1 may be on its way"
-    one.tell(waiting(one, "b", [0, 1], "train.py:9"))
-    two.judge()
-    assert not two.hear(), "further ranks may begin to wait"
-    two.judge()
-    assert all([waits.hear() for waits in ranks])
-    assert zero.broken == one.broken == two.broken
-    assert zero.broken.endswith("No further call of this job can be right.")
+    assert zero.fatal_error is None, "rank 1 may be on its way"
+    one.publish_status(waiting(one, "b", [0, 1], "train.py:9"))
+    two.detect_deadlock()
+    assert not two.poll_verdict(), "further ranks may begin to wait"
+    two.detect_deadlock()
+    assert all([waits.poll_verdict() for waits in ranks])
+    assert zero.fatal_error == one.fatal_error == two.fatal_error
+    assert zero.fatal_error.endswith("Later calls of this job raise this error too.")
     for line in ("  0     barrier() #1 of ranks 0, 1        train.py:7", "train.py:9"):
-        assert line in zero.broken
-    assert set(zero.read()) == {0, 1}
-    assert set(zero.read(ranks=[1, 2])) == {1}
+        assert line in zero.fatal_error
+    assert set(zero.read_statuses()) == {0, 1}
+    assert set(zero.read_statuses(ranks=[1, 2])) == {1}
 
 
 def test_who_has_gone_on_is_not_judged():
     store = dist.HashStore()
     zero, one = [DeadlockDetector(store, rank, 2) for rank in range(2)]
-    zero.tell(waiting(zero, "a", [0, 1]))
-    zero.tell(elsewhere(zero))
-    one.tell(waiting(one, "b", [0, 1]))
+    zero.publish_status(waiting(zero, "a", [0, 1]))
+    zero.publish_status(elsewhere(zero))
+    one.publish_status(waiting(one, "b", [0, 1]))
     judge(one)
-    assert not one.hear()
+    assert not one.poll_verdict()
 
 
 def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
@@ -450,19 +458,19 @@ def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
 
     def backward(waits):
         said = RankReport(waits.rank, "backward", "", "train.py:7")
-        return waits.stand(said, 0.0, begun={"0": 5}, pending={"0": [(5, REDUCE)]})
+        return waits.status(said, 0.0, started={"0": 5}, pending={"0": [(5, REDUCE)]})
 
-    one.tell(backward(one), board)
+    one.publish_status(backward(one), board)
     zero.counts["a"] = one.counts["a"] = 1
-    zero.tell(waiting(zero, "b", [0, 1, 2])._replace(begun={"0": 4}))
+    zero.publish_status(waiting(zero, "b", [0, 1, 2])._replace(started={"0": 4}))
     for waits in ranks:
         judge(waits)
-    assert not zero.hear(), "rank 2 may compute"
-    two.tell(backward(two))
+    assert not zero.poll_verdict(), "rank 2 may compute"
+    two.publish_status(backward(two))
     judge(one, board)
-    assert all([waits.hear() for waits in ranks])
+    assert all([waits.poll_verdict() for waits in ranks])
     assert zero.can_raise
-    assert zero.broken.endswith("No further call of this job can be right.")
+    assert zero.fatal_error.endswith("Later calls of this job raise this error too.")
 
 
 @pytest.mark.parametrize("world", [4, 64])
@@ -470,15 +478,15 @@ def test_a_look_at_others_asks_the_store_three_times_however_many_ranks_there_ar
     store = dist.HashStore()
     ranks = [DeadlockDetector(store, rank, world) for rank in range(world)]
     for waits in ranks[1:]:
-        waits.tell(waiting(waits, "a", list(range(world))))
-    waits.judge()
+        waits.publish_status(waiting(waits, "a", list(range(world))))
+    waits.detect_deadlock()
     asked = []
     call = JobStore._call
     monkeypatch.setattr(JobStore, "_call", lambda self, *args: (asked.append(args[0]), call(self, *args))[1])
-    ranks[1].tell(elsewhere(ranks[1]))
+    ranks[1].publish_status(elsewhere(ranks[1]))
     assert asked == ["set"]
     asked.clear()
-    waits.judge()
+    waits.detect_deadlock()
     assert "multi_get" in asked or "get" in asked, "it judges: no further rank has begun to wait"
     for waits in ranks:
         asked.clear()
@@ -494,21 +502,21 @@ def test_a_forged_verdict_is_ignored_and_a_true_one_takes_its_place():
     zero, one = [DeadlockDetector(store, rank, 2) for rank in range(2)]
     for forged in ('"ended by a stranger"', f"{'0' * 64} []", "", "no space", "\x00"):
         zero.store.set("verdict", forged)
-        assert not zero.hear()
-        assert zero.broken is None
-    zero.tell(waiting(zero, "a", [0, 1]))
-    one.tell(waiting(one, "b", [0, 1], "train.py:9"))
+        assert not zero.poll_verdict()
+        assert zero.fatal_error is None
+    zero.publish_status(waiting(zero, "a", [0, 1]))
+    one.publish_status(waiting(one, "b", [0, 1], "train.py:9"))
     judge(one)
-    assert one.broken is not None
-    assert zero.hear()
-    assert zero.broken == one.broken
+    assert one.fatal_error is not None
+    assert zero.poll_verdict()
+    assert zero.fatal_error == one.fatal_error
 
 
 def test_forged_and_moved_reports_are_ignored():
     store = dist.HashStore()
     zero, one, two = [DeadlockDetector(store, rank, 3) for rank in range(3)]
-    one.tell(elsewhere(one))
+    one.publish_status(elsewhere(one))
     row = json.dumps(waiting(two, "a", [0, 2]))
     for forged in (row, f"{'0' * 64} {row}", zero.store.get("at/1")):
         zero.store.set("at/2", forged)
-        assert set(zero.read()) == {1}
+        assert set(zero.read_statuses()) == {1}

@@ -79,7 +79,7 @@ def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
             ):
                 store.get("a")
     os.kill(process.pid, signal.SIGCONT)
-    store._stuck.exception(timeout=60)
+    store._unanswered.exception(timeout=60)
     assert store.get("a") == b"1"
     assert issubclass(StoreTimeout, RankError)
 
@@ -109,7 +109,7 @@ def test_after_the_hosts_end_calls_raise_without_a_word(capfd):
         clone = store.clone()
         process.kill()
         process.wait()
-        store.settle()
+        store.await_host_exit()
     for call in (lambda: store.check(["a"]), lambda: clone.add("n", 1), lambda: store.set("a", "1")):
         with pytest.raises(
             RuntimeError, match="lost rank zero's store: the process that hosted it has ended"

@@ -370,7 +370,7 @@ def circle(mode, warm, fail_in):
 def test_ranks_in_different_groups(ranks, fail_in, warm, mode):
     texts = ranks.run(circle, mode, warm, fail_in, world_size=3)
     assert len(set(texts)) == 1
-    assert "wait in different groups" in texts[0]
+    assert "wait for each other in different groups" in texts[0]
     if fail_in == "circle":
         for members in ("ranks 0, 1", "ranks 1, 2", "ranks 0, 2"):
             assert re.search(rf"all_reduce\(mean\) #\d+ of {members} +float32\[\] +\S*{HERE}:\d+", texts[0])
@@ -767,7 +767,7 @@ def late_for_the_verdict():
 def test_who_comes_late_gets_the_same_table(ranks):
     texts = ranks.run(late_for_the_verdict, world_size=3)
     assert len(set(texts)) == 1
-    assert "No further call of this job can be right." in texts[0]
+    assert "Later calls of this job raise this error too." in texts[0]
 
 
 BAD_LEAVES = {
@@ -960,7 +960,7 @@ def one_is_gone():
         fabric, group = launched(), dist.new_group([0, 1, 2])
         fabric.all_reduce(1.0, group=group)
         if fabric.global_rank == 2:
-            guard_of(group).star.drop("as the end of the process does")
+            guard_of(group).connections.drop("as the end of the process does")
             return ""
         with pytest.raises(RankError) as caught:
             fabric.all_reduce(1.0, group=group)
@@ -970,7 +970,7 @@ def one_is_gone():
 def test_a_rank_that_ended_is_named_alone_also_without_a_watchdog(ranks):
     for text in ranks.run(one_is_gone, world_size=3)[:2]:
         assert "rank 2 ended, or does not answer (Connection closed by rank 2)" in text
-        assert "did not come" not in text
+        assert "did not join" not in text
 
 
 def nobody_listens():

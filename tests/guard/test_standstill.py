@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, LaunchError
-from fabric.guard.deadlocks import stuck
+from fabric.guard.deadlocks import find_deadlocked
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ZeRO1Strategy
 from fabric.testing import RankTimeout, rank_info
 from fabric.watchdog import watchdog
@@ -146,7 +146,7 @@ def test_a_verb_on_one_rank_and_training_on_the_other(forking_ranks, tmp_path):
         assert table[0] == "Ranks made different calls where all must make the same."
         assert re.match(rf"  0 +{elsewhere.__name__}\S* #\d+ of ranks 0, 1 .+{HERE}:\d+", table[2])
         assert re.match(rf"  1 +(backward|torch.distributed: \w+) .+{HERE}:\d+ in step", table[3])
-        assert " and none of them can go on: " in table[5]
+        assert " each waits for a call that another has not made." in table[5]
         assert "CollectiveMismatch: Ranks made different calls" in end or elsewhere is all_gather
     # Rank zero goes on after its error; the other one ends itself.
     assert re.match(r"rank 1 on \S+ failed first: exit code 1", found[1][0])
@@ -165,8 +165,8 @@ def test_evaluation_on_rank_zero_alone(forking_ranks, tmp_path):
         assert "CollectiveMismatch: Ranks made different calls" in end
 
 
-def standing(waits):
-    return {rank: one for rank, one in waits.read().items() if one.turn or one.pending}
+def standing(detector):
+    return {rank: one for rank, one in detector.read_statuses().items() if one.number or one.pending}
 
 
 def on_the_way():
@@ -182,12 +182,12 @@ def on_the_way():
     try:
         fabric.barrier()
         if rank == 1:
-            waits = dog._waits
-            while (found := standing(waits)).keys() != {0, 2}:
+            detector = dog._detector
+            while (found := standing(detector)).keys() != {0, 2}:
                 time.sleep(0.05)  # waits for what the other ranks write
-            assert len(stuck(found, {found[2].group: range(3)})) < 3
+            assert len(find_deadlocked(found, {found[2].group: range(3)})) < 3
             for _ in range(2):  # each needs a look of every rank's watchdog
-                dog.whereabouts()
+                dog.collect_statuses()
         if rank < 2:
             dist.all_reduce(torch.ones(1), group=pair)
         return fabric.all_reduce(torch.ones(1), reduce_op="sum").item()
@@ -217,7 +217,7 @@ def asleep():
         else:
             fabric.barrier("late")
             dist.all_reduce(torch.ones(1))
-        return dog._waits.broken
+        return dog._detector.fatal_error
     finally:
         dog.stop()
         os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"

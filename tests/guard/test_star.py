@@ -14,34 +14,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from connected_ranks import KEY, SECONDS, connected
 
 from fabric.guard import control_connections as module
 from fabric.guard import handshake
 from fabric.guard.control_connections import ControlConnections, Listener, connect
 
-SECONDS = 20.0
-KEY = b"key of the group"
-
-
-@contextmanager
-def stars(size: int):
-    """One for each rank of a group, and threads to run them in. The ranks are called 10, 11, ..."""
-    ranks = range(10, 10 + size)
-    with ThreadPoolExecutor(size) as threads:
-        with Listener(range(1, size)) as listener:
-            port = listener.port
-            lines = [threads.submit(connect, at, 0, "localhost", port, KEY) for at in range(1, size)]
-            made = [ControlConnections(None, listener.accept(KEY), ranks, 0)]
-        made += [ControlConnections(line.result(SECONDS), [], ranks, at) for at, line in enumerate(lines, 1)]
-        yield made, threads
-        for one in made:
-            one.close("the test is over")
-
 
 def take_turn(one: ControlConnections, own: bytes) -> list[bytes]:
     turn = one.start(own)
-    assert turn.is_done(SECONDS)
-    return [bytes(turn.rows[at : at + turn.size]) for at in range(0, len(turn.rows), turn.size)]
+    assert turn.wait(SECONDS)
+    return [bytes(turn.rows[at : at + turn.row_bytes]) for at in range(0, len(turn.rows), turn.row_bytes)]
 
 
 def all_take(
@@ -53,7 +36,7 @@ def all_take(
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_all_get_what_each_has_sent(size):
     draw = random.Random(size)
-    with stars(size) as (made, threads):
+    with connected(size) as (made, threads):
         for _ in range(30):
             owns = [draw.randbytes(draw.choice([1, 24, 8192, 300_000])) for _ in made]
             longest = max(map(len, owns))
@@ -62,82 +45,41 @@ def test_all_get_what_each_has_sent(size):
 
 
 def test_equal_messages_come_back_as_one():
-    with stars(3) as (made, threads):
+    with connected(3) as (made, threads):
         assert all_take(made, threads, [b"same"] * 3) == [[b"same"]] * 3
         assert all_take(made, threads, [b"same", b"same", b"samf"])[1] == [b"same", b"same", b"samf"]
 
 
 def test_more_than_connections_hold_at_a_time():
     owns = [bytes([at]) * 8_000_000 for at in range(3)]
-    with stars(3) as (made, threads):
+    with connected(3) as (made, threads):
         assert all_take(made, threads, owns) == [owns] * 3
 
 
-@pytest.mark.parametrize("first_to_leave", [0, 1, 2])
-def test_turns_that_were_left_are_done_before_the_next_one(first_to_leave):
-    with stars(3) as (made, threads):
-        left = made[first_to_leave].start(bytes([first_to_leave]))
-        assert not left.is_done(0.01), "the others have not come"
-        owns = [[bytes([at]), bytes([10 + at])] for at in range(3)]
-        todo = [own[1:] if at == first_to_leave else own for at, own in enumerate(owns)]
-        run = lambda one, turns: [take_turn(one, own) for own in turns]  # noqa: E731
-        got = list(threads.map(run, made, todo, timeout=SECONDS))
-        assert [turns[-1] for turns in got] == [[b"\n", b"\x0b", b"\x0c"]] * 3
-        assert (left.size, left.rows) == (1, bytearray([0, 1, 2]))
-
-
-@pytest.mark.parametrize("sent", [False, True])
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_rank_that_goes_is_named_to_all_that_wait_and_that_come_later(gone, sent):
-    with stars(3) as (made, threads):
-        all_take(made, threads, [b"a", b"b", b"c"])
-        if sent:
-            made[gone].start(b"d")
-        made[gone].drop("the process ends")
-        others = [one for at, one in enumerate(made) if at != gone]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        first = {str(exception(SECONDS)) for exception in found}  # it may still end, if all have sent
-        assert first == {f"Connection closed by rank {10 + gone}"} or (sent and first == {"None"})
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {f"Connection closed by rank {10 + gone}"}
-        assert {one.lost for one in others} == {10 + gone}
-
-
-@pytest.mark.parametrize("tired", [0, 1, 2])
-def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
-    with stars(3) as (made, threads):
-        all_take(made, threads, [b"a", b"b", b"c"])
-        made[tired].close("too long")
-        others = [one for at, one in enumerate(made) if at != tired]
-        found = [threads.submit(take_turn, one, b"d").exception for one in others]
-        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks are here"}
-        assert {one.lost for one in others} == {None}
-
-
 def test_that_a_rank_has_gone_is_seen_behind_the_answer_to_the_turn_before():
-    with stars(3) as (made, _):
+    with connected(3) as (made, _):
         turns = [one.start(b"x") for one in made]
-        assert turns[0].is_done(SECONDS)
+        assert turns[0].wait(SECONDS)
         made[2].drop("the process ends")
         with pytest.raises(ConnectionError):
-            made[0].start(b"y").is_done(SECONDS)
-        assert turns[1].is_done(SECONDS)
+            made[0].start(b"y").wait(SECONDS)
+        assert turns[1].wait(SECONDS)
         with pytest.raises(ConnectionError, match="Connection closed by rank 12"):
-            made[1].start(b"y").is_done(SECONDS)
+            made[1].start(b"y").wait(SECONDS)
 
 
 def test_an_interrupt_in_the_middle_of_a_message_is_not_taken_for_one_between_them():
-    with stars(2) as (made, _):
+    with connected(2) as (made, _):
         turn = made[1].start(b"x")
         made[0].start(b"x")
         with (
-            mock.patch.object(module._Connection, "take", side_effect=KeyboardInterrupt),
+            mock.patch.object(module._Connection, "receive", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            made[0].start(b"y").is_done(SECONDS)
-        with pytest.raises(ConnectionError, match="an interrupt came in the middle of a message"):
-            made[0].start(b"z").is_done(SECONDS)
-        assert not turn.is_done(0.01)
+            made[0].start(b"y").wait(SECONDS)
+        with pytest.raises(ConnectionError, match="a message was cut off by a KeyboardInterrupt"):
+            made[0].start(b"z").wait(SECONDS)
+        assert not turn.wait(0.01)
 
 
 @contextmanager
@@ -160,9 +102,9 @@ def test_strangers_are_not_let_in():
         rank = threads.submit(connect, 1, 0, "localhost", listener.port, KEY)
         (found,) = listener.accept(KEY)
         line = rank.result(SECONDS)
-        assert found.place == 1
+        assert found.group_rank == 1
         assert found.send(5, b"hello")
-        while (message := line.take()) is None:
+        while (message := line.receive()) is None:
             pass
         assert message == (5, b"hello")
         for one in (silent, short):
@@ -174,10 +116,10 @@ def test_strangers_are_not_let_in():
             one.socket.close()
 
 
-@pytest.mark.parametrize("most", [4, handshake.MOST_WAITING])
+@pytest.mark.parametrize("most", [4, handshake.MAX_PENDING])
 def test_silent_connections_do_not_keep_ranks_out(monkeypatch, most):
     """A thousand of them came before the ranks, and stay open while the ranks connect."""
-    monkeypatch.setattr(handshake, "MOST_WAITING", most)
+    monkeypatch.setattr(handshake, "MAX_PENDING", most)
     with (
         ThreadPoolExecutor(2) as threads,
         Listener([1, 2]) as listener,
@@ -186,7 +128,7 @@ def test_silent_connections_do_not_keep_ranks_out(monkeypatch, most):
         ranks = [threads.submit(connect, place, 0, "localhost", listener.port, KEY) for place in (2, 1)]
         with strangers(listener.port, 50):
             found = listener.accept(KEY)
-        assert [one.place for one in found] == [1, 2]
+        assert [one.group_rank for one in found] == [1, 2]
         for one in (*found, *[rank.result(SECONDS) for rank in ranks]):
             one.socket.close()
 
@@ -218,7 +160,7 @@ def test_a_place_that_is_not_in_the_group_is_refused_and_the_rank_connects(monke
         (found,) = late.result(SECONDS)
         listener._socket.close()
         assert foreign.exception(SECONDS)
-        assert found.place == 1
+        assert found.group_rank == 1
         for one in (found, rank):
             one.socket.close()
 
@@ -233,7 +175,7 @@ def test_a_second_connection_for_a_place_is_refused():
         listener._socket.close()
         assert second.exception(SECONDS)
         assert found[0].send(1, b"x")
-        while (message := first.take()) is None:
+        while (message := first.receive()) is None:
             pass
         assert message == (1, b"x")
         for one in (*found, first, last):
@@ -261,7 +203,7 @@ def test_a_rank_sends_nothing_to_a_first_rank_without_the_key():
             made.sendall(answer[-32:])  # the proof is not good for the other direction
             assert made.recv(1000) == b""
         error = rank.exception(SECONDS)
-        assert "who listens there does not know the secret of the job" in str(error)
+        assert "the process that listens there does not have the secret of the job" in str(error)
 
 
 def test_who_does_not_come_is_waited_for_only_so_long(monkeypatch):
@@ -271,7 +213,7 @@ def test_who_does_not_come_is_waited_for_only_so_long(monkeypatch):
 
 
 def test_the_copies_of_a_forked_process_do_not_keep_connections_open():
-    with stars(2) as (made, _):
+    with connected(2) as (made, _):
         here, there = socket.socketpair()
         with warnings.catch_warnings():  # Python 3.12 warns of the threads that this test has
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -282,7 +224,7 @@ def test_the_copies_of_a_forked_process_do_not_keep_connections_open():
         try:
             made[1].drop("the process ends")
             with pytest.raises(ConnectionError, match="Connection closed by rank 11"):
-                made[0].start(b"x").is_done(SECONDS)
+                made[0].start(b"x").wait(SECONDS)
         finally:
             here.send(b"x")
             os.waitpid(child, 0)

@@ -12,7 +12,7 @@ from checkpoint_cases import launched
 from torch.utils.data import DataLoader, Dataset
 
 from fabric.core.errors import CollectiveMismatch, RankError
-from fabric.guard.threads import _name_of
+from fabric.guard.threads import _stable_name
 
 
 class Caller(threading.Thread):
@@ -60,14 +60,14 @@ def overlaps(fifo, large):
     data = torch.ones(50_000 if large else 1) * fabric.global_rank
     fabric.barrier()
     caller = Caller(lambda: fabric.all_reduce(data).unique().tolist(), name="evaluation")
-    waits = fabric.strategy.channel().guard.waits
+    detector = fabric.strategy.channel().guard.detector
     if fabric.global_rank:
         fifo.open("r").close()  # until both threads of rank zero have raised
         caller.start()
         caller.join()
         return str(caller.result)
     caller.start()
-    while waits.last_thread != caller.ident:
+    while detector.last_thread != caller.ident:
         os.sched_yield()
     with pytest.raises(CollectiveMismatch) as caught:
         fabric.all_reduce(1.0)
@@ -149,7 +149,7 @@ def test_names_of_threads_are_the_same_on_all_ranks():
     threads.append(threading.Thread(target=int))
     for thread in threads:
         thread.start()
-    names = [_name_of(thread) for thread in threads[:2]]
+    names = [_stable_name(thread) for thread in threads[:2]]
     both.wait()
     [thread.join() for thread in threads]
     assert names == ["Thread (wait)", "Thread (wait) 1"]

@@ -85,7 +85,7 @@ def attack_connections(port: int, folder: Path) -> dict:
     for text in (json.dumps("ended by a stranger"), f"{mark} {json.dumps('ended by a stranger')}"):
         store.set(f"{base}verdict", text)
     _await_looks(store, f"{base}at/0")
-    store.set(f"{base}at/1", json.dumps([1, "host", "has left", "", "by a stranger", None, {}]))
+    store.set(f"{base}at/1", json.dumps([1, "host", "exited", "", "by a stranger", None, {}]))
     (addresses,) = [
         line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if _listens(line, listens)
     ] or ["elsewhere"]

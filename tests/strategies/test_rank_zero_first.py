@@ -277,7 +277,7 @@ def first_falls_silent(folder, watch):
     with watched, impatient(seconds=2):
         fabric = launched()
         if fabric.global_rank == 0 and watch != "off":
-            fabric.strategy.find_part("hang report").watchdog._over.set()
+            fabric.strategy.find_part("hang report").watchdog._stopped.set()
         if fabric.global_rank == 0:
             with fabric.rank_zero_first():
                 while not told.exists():
@@ -294,7 +294,7 @@ def first_falls_silent(folder, watch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("watch", "why"),
-    [("60", "rank 0 ended, or does not answer"), ("off", "rank 0 ended, or did not come within 2 s")],
+    [("60", "rank 0 ended, or does not answer"), ("off", "rank 0 ended, or did not join within 2 s")],
 )
 def test_nobody_waits_for_ever_for_a_first_rank_that_is_silent(ranks, tmp_path, watch, why):
     _, one = ranks.run(first_falls_silent, str(tmp_path), watch, world_size=2, group=False)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.guard.deadlocks import RankStatus, as_table
+from fabric.guard.deadlocks import RankStatus, status_table
 from fabric.guard.messages import RankReport
 from fabric.watchdog import stacks, watchdog
-from fabric.watchdog.stacks import user_line
+from fabric.watchdog.stacks import line_of_thread
 from fabric.watchdog.watchdog import report_after
 
 HERE = Path(__file__).name
@@ -52,8 +52,8 @@ class Listener:
 def watched(after="0.4", strategy="ddp"):
     os.environ["FABRIC_HANG_REPORT_AFTER"] = after
     stderr, sys.stderr = sys.stderr, Listener()
-    again, watchdog._AGAIN = (
-        watchdog._AGAIN,
+    again, watchdog._REPEAT_FACTOR = (
+        watchdog._REPEAT_FACTOR,
         1e6,
     )  # a slow machine must not get to the second table of one hang
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
@@ -61,7 +61,7 @@ def watched(after="0.4", strategy="ddp"):
         fabric.launch()
         yield fabric, sys.stderr
     finally:
-        sys.stderr, watchdog._AGAIN = stderr, again
+        sys.stderr, watchdog._REPEAT_FACTOR = stderr, again
         if (part := fabric.strategy.find_part("hang report")) is not None and part.watchdog is not None:
             part.watchdog.stop()
         os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
@@ -74,7 +74,7 @@ def busy_elsewhere(listener):
 def late_for_a_verb():
     importlib.import_module("fabric.watchdog.watchdog")
     dist.barrier()  # a rank that replaces another one may still import
-    with watched("3") as (fabric, listener):  # a rank says that it waits once it has for a second
+    with watched("3") as (fabric, listener):  # a rank publishes that it waits after a second
         fabric.barrier()
         if fabric.global_rank == 1:
             busy_elsewhere(listener)
@@ -238,13 +238,14 @@ def all_wait_at_once():
     """All ranks notice in the same look."""
     with watched("60") as (fabric, listener):
         dog = fabric.strategy.find_part("hang report").watchdog
-        waits = dog._waits
+        detector = dog._detector
         fabric.barrier()
-        waits.here = waits.stand(RankReport(0, "barrier('x') #1", "", "train.py:3"), time.monotonic() - 100)
+        report = RankReport(0, "barrier('x') #1", "", "train.py:3")
+        detector.waiting = detector.status(report, time.monotonic() - 100)
         listener.wait()
         for _ in range(3):  # each needs a look of every rank's watchdog
-            dog.whereabouts()
-        waits.here = None
+            dog.collect_statuses()
+        detector.waiting = None
         fabric.barrier()
         return listener.text.count("Where the ranks are")
 
@@ -262,12 +263,12 @@ def gone_rank():
             listener.store.set("table", "left")
             return ""
         listener.wait()
-        return as_table(fabric.strategy.find_part("hang report").watchdog.whereabouts().values())
+        return status_table(fabric.strategy.find_part("hang report").watchdog.collect_statuses().values())
 
 
 def test_a_rank_that_has_left_is_told_from_one_that_does_not_answer(ranks):
     text = ranks.run(gone_rank, world_size=2)[0]
-    assert re.search(r"  1 +\S+ +has left +finished", text)
+    assert re.search(r"  1 +\S+ +exited +finished", text)
     assert re.search(rf"  0 +\S+ +no call of all ranks +\S*{HERE}:\d+ in gone_rank", text)
 
 
@@ -292,7 +293,7 @@ def explained():
 def test_errors_of_the_process_group_get_the_table_and_others_stay(ranks):
     with_table, without = ranks.run(explained, world_size=2)[0]
     assert with_table.startswith(
-        "backward failed on rank 0, since another rank ended or did not come (Connection closed by peer "
+        "backward failed on rank 0, since another rank ended or did not join (Connection closed by peer "
         "[127.0.0.1]:42730). Where the ranks are:\n  rank  host"
     )
     assert without == ""
@@ -330,22 +331,22 @@ def test_a_variable_that_is_no_number(monkeypatch, text):
     with pytest.raises(ConfigurationError) as caught:
         report_after()
     assert str(caught.value) == (
-        f"FABRIC_HANG_REPORT_AFTER={text!r} is no number of seconds. Write for example "
+        f"FABRIC_HANG_REPORT_AFTER={text!r} is not a number of seconds. Write for example "
         "FABRIC_HANG_REPORT_AFTER=60, or =off."
     )
 
 
 def test_lines_of_threads():
-    assert re.fullmatch(rf"\S*{HERE}:\d+ in test_lines_of_threads", user_line(threading.get_ident()))
-    assert user_line(-1) == ""
+    assert re.fullmatch(rf"\S*{HERE}:\d+ in test_lines_of_threads", line_of_thread(threading.get_ident()))
+    assert line_of_thread(-1) == ""
 
 
 def test_the_table():
     rows = [
-        RankStatus(0, "one", "barrier() #3", "", "train.py:4", 3.0, {}, told=64.2),
-        RankStatus(12, "two", "", "", "train.py:9 in load", None, {}, told=8.0),
+        RankStatus(0, "one", "barrier() #3", "", "train.py:4", 3.0, {}, published=64.2),
+        RankStatus(12, "two", "", "", "train.py:9 in load", None, {}, published=8.0),
     ]
-    assert as_table(rows) == (
+    assert status_table(rows) == (
         "  rank  host  in                    for   at\n"
         "  0     one   barrier() #3          61 s  train.py:4\n"
         "  12    two   no call of all ranks        train.py:9 in load"
@@ -370,4 +371,4 @@ def test_a_frame_may_return_while_it_is_looked_at(monkeypatch, file):
     monkeypatch.setattr(stacks, "_PACKAGE", "/x/fabric/")
     monkeypatch.setattr(stacks, "DISPATCH_FILES", ("/x/torch/utils/",))
     outer = Returning("/x/fabric/verbs.py", "barrier")
-    assert stacks._waiting_in(Returning(file, "inner", outer)) == "barrier"
+    assert stacks._blocking_call(Returning(file, "inner", outer)) == "barrier"

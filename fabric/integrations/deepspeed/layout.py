@@ -16,7 +16,7 @@ from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.forward import HookedCall
+from fabric.forward import NotifyingForward
 from fabric.integrations.deepspeed import states
 from fabric.integrations.deepspeed.calls import CheckedCall
 from fabric.integrations.deepspeed.gradients import Gradients, disable_backward_hooks, has_optimizer
@@ -162,7 +162,7 @@ class DeepSpeedLayout(Layout):
             return call
         if self.traits.splits_parameters:
             call = CheckedCall(call, self, type(wrapped.module).__name__ + name)
-        return HookedCall(call, self, wrapped)
+        return NotifyingForward(call, self, wrapped)
 
     def on_reached(self, engine: Any) -> None:
         """Handle a backward that reached an output of the engine; ignore `torch.autograd.grad`."""

@@ -28,7 +28,7 @@ def load_deepspeed(device_type: str | None = None) -> Any:
     """Import and return `deepspeed`, configured not to compile its operators.
 
     Args:
-        device_type: Device type of this process, if known: "cpu" must be set before the import.
+        device_type: Device type of this process, or None: "cpu" must be set before the import.
 
     Raises:
         MissingExtraError: DeepSpeed is not installed, or does not load.

@@ -135,7 +135,7 @@ class Replicate(Layout):
 
     def copied(self, model: Any) -> None:
         """Register the replica of a copied or unpickled model."""
-        self._replica_of(model._fabric_joined)
+        self._replica_of(model._fabric_wrapped)
 
     def reduced_parameters(self) -> set[int]:
         """Return the ids of the parameters of models as they were at setup, and of free parameters."""

@@ -146,7 +146,7 @@ class LocalSteps(Layout):
 
     def copied(self, model: Any) -> None:
         """Register a copied or unpickled model: its buffers are averaged, and its optimizers checked."""
-        self._register(model._fabric_joined)
+        self._register(model._fabric_wrapped)
 
     def _register(self, module: Module) -> None:
         self._modules[module] = SyncedBuffers(module)

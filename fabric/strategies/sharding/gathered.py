@@ -16,7 +16,7 @@ from fabric.core._torch import backward_pass
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import reset_iteration, unshard_again
 from fabric.core.tree import flatten, map_tree
-from fabric.forward import anchor, differentiable
+from fabric.forward import differentiable, hook_target
 from fabric.strategies._torch import fsdp_state
 from fabric.strategies.error_translation import translate_dtensor_error
 from fabric.strategies.sharding._torch import (
@@ -271,7 +271,7 @@ class FSDPCallGuard:
             return register_pre_backward(state, out)
         if any([_is_view_of_input(leaf) for leaf in differentiable(out)]):
             out = map_tree(lambda leaf: leaf.clone() if _is_view_of_input(leaf) else leaf, out)
-        leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
+        leaves = [hook_target(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
         register_pre_backward(state, leaves)
         hooked = differentiable(leaves)
         parts = [part for group in fsdp_groups([] if hooked else [state]) for part in group.fsdp_params]
@@ -359,7 +359,7 @@ def _replaced_error(info: Any) -> UsageError:
 
 def _is_view_of_input(leaf: Any) -> bool:
     """Whether it is a view of an input, which torch forbids to change in place under FSDP2."""
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and anchor(leaf)._base is not None
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and hook_target(leaf)._base is not None
 
 
 def _name(root: Any) -> str:

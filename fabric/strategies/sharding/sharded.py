@@ -15,7 +15,7 @@ from fabric.core.backward_listeners import add_backward_listener, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import preserve_arguments, require_torch
-from fabric.forward import HookedCall, differentiable
+from fabric.forward import NotifyingForward, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.error_translation import converted_after_setup
 from fabric.strategies.sharding._torch import (
@@ -162,7 +162,7 @@ class FSDP2Runtime(DTensorLayout):
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, unshard_first)
         if root not in self._buffers:
             self._buffers[root] = SyncedBuffers(root)
-        return HookedCall(plan, self, root) if self._buffers[root].synced else plan
+        return NotifyingForward(plan, self, root) if self._buffers[root].synced else plan
 
     def _own(self) -> dict[int, str]:
         """Return {id: name} of the parameters whose gradients are reduced, or are excluded by the user."""

@@ -1,4 +1,4 @@
-"""The phases of `fabric doctor` in order, on each rank; rank zero judges what all have measured."""
+"""The phases of `fabric doctor` in order, on each rank; rank zero grades the measurements of all."""
 
 from __future__ import annotations
 

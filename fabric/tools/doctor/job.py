@@ -1,6 +1,6 @@
 """The ranks of `fabric doctor`: how they find each other, and phases that end by a deadline on each of them.
 
-All messages pass through the store of rank zero: a rank, a network or a device that hangs delays nobody.
+All messages pass through the store of rank zero. So a rank, a network or a device that hangs delays no rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DoctorJob:
 
     Args:
         environment: Of this process.
-        about: What other ranks need to know of this one.
+        about: Facts of this rank for the other ranks.
         timeout: Seconds for all ranks to arrive.
 
     Raises:
@@ -104,7 +104,7 @@ class DoctorJob:
             self._collect("close", time.monotonic() + GRACE_S)
 
     def _within(self, run: Callable[[], Any], seconds: float) -> tuple[Any, str]:
-        """Return the result of `run` and its error; late, it goes on in its thread."""
+        """Return the result of `run` and its error. After a timeout its thread continues."""
         results: list[tuple[Any, str]] = []
 
         def work() -> None:

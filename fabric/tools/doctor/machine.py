@@ -106,7 +106,7 @@ def _device(device: torch.device) -> Reading:
 
 
 def host_memory() -> tuple[float, float]:
-    """Return the available and the whole memory of this host in bytes; (1, 1) where /proc does not say."""
+    """Return the available and the whole memory of this host in bytes; (1, 1) without /proc."""
     with suppress(OSError, KeyError):
         lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
         kb = {line[0]: float(line[1]) for line in lines}

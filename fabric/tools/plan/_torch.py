@@ -41,8 +41,9 @@ def finished(result: Any) -> Any:
 
 
 def around_propagation(context: Any) -> None:
-    """Patch torch for the rest of this process: DTensor computes shapes by operations on whole tensors that
-    nobody holds, which run inside of `context()`.
+    """Patch torch for the rest of this process: run DTensor's shape propagation inside of `context()`.
+
+    It computes shapes by operations on whole tensors, which no rank stores.
     """
     compute = ShardingPropagator._propagate_tensor_meta_non_cached
 

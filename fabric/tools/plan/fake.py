@@ -1,6 +1,6 @@
 """Tensors without values, for `fabric plan --fake`: models need no memory, and operations take no time.
 
-What ranks tell each other about a model is still computed with values.
+What ranks exchange about a model is still computed with values.
 """
 
 from __future__ import annotations

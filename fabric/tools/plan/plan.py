@@ -109,7 +109,7 @@ def plan(
         loss: Function (model, batch) that returns the loss. None: `model(batch)`, of a tuple the first
             entry, of a dict `model(**batch)`; `.loss` of the output, or the mean of its first tensor.
         devices: Ranks of each machine.
-        memory: Of each device: "80GB", or a number of bytes. None: nothing is said about what fits.
+        memory: Of each device: "80GB", or a number of bytes. None: no column about what fits.
         num_nodes: Machines.
         strategy: Names; None: ddp, zero1, zero2, zero3, and with several machines hsdp.
         precision: Names; None: "32-true" and "bf16-mixed".
@@ -183,7 +183,7 @@ def make_plan(loop: Callable[[], Any], request: PlanRequest) -> MemoryPlan:
     if not request.strategies:
         strategies += ["hsdp"] * (request.num_nodes > 1)
         if _NAMES.get(written, written) not in strategies:
-            strategies.append(None)  # the script's own: tensor parallel, a pipeline, settings of its own
+            strategies.append(None)  # that of the script, if it is none of these
     precisions = request.precisions or tuple(dict.fromkeys((own, "bf16-mixed")))
     rows = []
     for precision in precisions:

@@ -68,7 +68,7 @@ _ADVICE = {
 
 
 class Case(NamedTuple):
-    """The settings of one simulated rank. None: as the script says."""
+    """The settings of one simulated rank. None: as in the script."""
 
     ranks: int
     nodes: int = 1
@@ -257,7 +257,7 @@ class Run:
                 self.blocks[part] = plain_class.__name__
 
     def deliver(self, batch: Any) -> Any:
-        """Return a batch for the loop, with as many rows as the case says; ends the run after two steps."""
+        """Return a batch for the loop, with the number of rows of the case; ends the run after two steps."""
         self._look()
         tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
         rows = len(tensors[0]) if tensors else 0
