@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class RankFile:
 
     def __init__(self, path: Path, script: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.failure = path, ""
+        self.path = path
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.last = 0
         """The number of the last step in it."""
@@ -121,7 +122,7 @@ class RankFile:
     def append(self, record: bytes) -> None:
         """Write a record by one call of the system, so that it survives the process.
 
-        After an error of the system, such as a full disk, the file is closed; `failure` is its text.
+        After an error of the system, such as a full disk, there is a warning, and the file is closed.
         """
         if self._fd is None:
             return
@@ -132,8 +133,12 @@ class RankFile:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            self.failure = error.strerror or str(error)
             self.close()
+            warnings.warn(
+                f"The report ends here, and the run goes on: {self.path} cannot be written "
+                f"({error.strerror or error}). Free space on its disk before the next run.",
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Close the file; later records are dropped."""

@@ -117,7 +117,7 @@ def _check_header(path: PathLike, header: bytes) -> None:
         raise UsageError(
             f"{path} is no file of a run report: it begins with {header!r}. "
             f"A run writes {FILE_NAME.format(0)} and its like by Fabric(report=DIRECTORY). "
-            "Give the directory of such a run."
+            "Name the directory of such a run, or a new one."
         )
     version = _HEADER.unpack(header)[1]
     raise UsageError(
