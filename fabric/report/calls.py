@@ -22,7 +22,6 @@ from fabric.wrappers import _FabricOptimizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabric.report.part import Report
     from fabric.report.recorder import Recorder
 
 _, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, VERBS, CHECKPOINT = range(len(KINDS))
@@ -37,7 +36,7 @@ _SAVES = {"save": "save", "save_latest": "save", "load": "load", "load_raw": "lo
 class _TimedProcess:
     """The part that records this process: of the `Fabric` that was launched last; None: no report."""
 
-    part: Report | None = None
+    part: Any = None
 
 
 timed_process = _TimedProcess()
@@ -45,7 +44,7 @@ timed_process = _TimedProcess()
 
 def recorder_here() -> Recorder | None:
     """Return the recorder, if this is the thread that it records."""
-    recorder = None if timed_process.part is None else timed_process.part.recorder
+    recorder: Recorder | None = None if timed_process.part is None else timed_process.part.recorder
     return recorder if recorder is not None and threading.get_ident() == recorder.thread else None
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fabric.report.file import RankFile
-    from fabric.report.stragglers import Stragglers
 
 DATA, OTHER = KINDS.index("data"), len(KINDS)
 _MEMORY_EVERY = 8
@@ -47,8 +46,8 @@ class Recorder:
         memory: Returns the peak of memory in KiB.
     """
 
-    stragglers: Stragglers | None = None
-    """Compares the ranks; None: there is one."""
+    stragglers: Any = None
+    """The `Stragglers` that compare the ranks; None: there is one rank."""
 
     def __init__(
         self, file: RankFile, number: int, facts: dict[str, Any], memory: Callable[[], int] | None = None

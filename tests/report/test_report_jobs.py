@@ -80,7 +80,7 @@ def test_ranks_of_a_function_record_its_failure(tmp_path, how):
     assert "ValueError: boom" in done.stderr
     ends = [found(tmp_path, rank)[0][-1] for rank in (0, 1)]
     assert "failure" in ends  # the other rank may be stopped first
-    assert [found(tmp_path, rank)[1] for rank in (0, 1)] == [9, 9]
+    assert max([found(tmp_path, rank)[1] for rank in (0, 1)]) == 9
 
 
 @pytest.mark.slow
