@@ -1,11 +1,10 @@
 """Timed versions of calls of Fabric and of waits of torch.distributed, which replace them while a report is
-recorded. All do nothing more in other threads than the recorded one, and while torch compiles.
+recorded. They do nothing more in other threads than the recorded one, and while torch compiles.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from fabric.wrappers import _FabricOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from fabric.report.recorder import Recorder
 
 _, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, VERBS, CHECKPOINT = range(len(KINDS))
 _VERBS = (
@@ -42,24 +39,36 @@ class _TimedProcess:
 timed_process = _TimedProcess()
 
 
-def recorder_here() -> Recorder | None:
-    """Return the recorder, if this is the thread that it records."""
-    recorder: Recorder | None = None if timed_process.part is None else timed_process.part.recorder
+def recorder_here() -> Any:
+    """Return the recorder, or None if this is not the thread that it records."""
+    recorder = None if timed_process.part is None else timed_process.part.recorder
     return recorder if recorder is not None and threading.get_ident() == recorder.thread else None
 
 
-def timed(kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` with its seconds counted to `kind`."""
+def _run(kind: int, call: Callable[..., Any], done: Any, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or (recorder := recorder_here()) is None:
+        return call(*args, **kwargs)
+    previous, result, ok = recorder.switch(kind), None, False
+    begin = recorder.since
+    try:
+        result = call(*args, **kwargs)
+        ok = True
+        return result
+    finally:
+        recorder.switch(previous)
+        if done is not None:
+            done(recorder, ok, result, recorder.since - begin, *args, **kwargs)
+
+
+def timed(kind: int, done: Callable[..., Any] | None, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` with its seconds counted to `kind`.
+
+    `done(recorder, whether it succeeded, its result, its seconds, *args, **kwargs)` is called after it.
+    """
 
     @wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (recorder := recorder_here()) is None:
-            return call(*args, **kwargs)
-        previous = recorder.switch(kind)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            recorder.switch(previous)
+        return _run(kind, call, done, args, kwargs)
 
     return wrapper
 
@@ -74,42 +83,69 @@ class TimedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and count its seconds."""
-        if torch.compiler.is_compiling() or (recorder := recorder_here()) is None:
-            return self.call(*args, **kwargs)
-        previous = recorder.switch(FORWARD)
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            recorder.switch(previous)
+        return _run(FORWARD, self.call, None, args, kwargs)
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """Return (owner, name, function that makes the timed version) of all calls."""
+    waits: list[tuple[Any, str]] = [(Channel, "check_call")]
+    if dist.is_available():
+        waits.append((dist.Work, "wait"))
     return [
-        (Fabric, "backward", partial(timed, BACKWARD)),
-        (Channel, "check_call", partial(timed, COMMUNICATION)),
-        *([(dist.Work, "wait", partial(timed, COMMUNICATION))] if dist.is_available() else []),
-        *[(Fabric, name, partial(timed, VERBS)) for name in _VERBS],
-        *[(Fabric, name, partial(_saving, kind)) for name, kind in _SAVES.items()],
-        (Fabric, "log_dict", _logging),
-        (Fabric, "should_stop", _stopping),
-        (_FabricOptimizer, "step", _stepping),
+        *[(owner, name, partial(timed, COMMUNICATION, None)) for owner, name in waits],
+        *[(Fabric, name, partial(timed, VERBS, None)) for name in _VERBS],
+        *[(Fabric, name, partial(timed, CHECKPOINT, partial(_saved, kind))) for name, kind in _SAVES.items()],
+        (Fabric, "backward", partial(timed, BACKWARD, None)),
+        (Fabric, "log_dict", partial(timed, VERBS, _logged)),
+        (Fabric, "should_stop", partial(timed, VERBS, _asked)),
+        (_FabricOptimizer, "step", partial(timed, OPTIMIZER, _stepped)),
         (_FabricDataLoader, "__iter__", _iterating),
         (warnings, "showwarning", _warning),
     ]
 
 
-def _stepping(call: Callable[..., Any]) -> Callable[..., Any]:
-    step = timed(OPTIMIZER, call)
+def _stepped(recorder: Any, ok: bool, _: Any, seconds: float, view: Any, *args: Any, **kwargs: Any) -> None:
+    if ok:
+        recorder.stepped(view.optimizer)
 
-    @wraps(call)
-    def wrapper(view: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(view, *args, **kwargs)
-        if not torch.compiler.is_compiling() and (recorder := recorder_here()) is not None:
-            recorder.stepped(view.optimizer)
-        return result
 
-    return wrapper
+def _saved(
+    kind: str,
+    recorder: Any,
+    ok: bool,
+    _: Any,
+    seconds: float,
+    fabric: Any,
+    path: Any = None,
+    *args: Any,
+    **kw: Any,
+) -> None:
+    recorder.event(kind, path=str(path or kw.get("directory")), seconds=seconds, ok=ok)
+
+
+def _logged(
+    recorder: Any,
+    ok: bool,
+    values: Any,
+    seconds: float,
+    fabric: Any,
+    metrics: Any,
+    step: Any = None,
+    **kw: Any,
+) -> None:
+    if ok and fabric.is_global_zero:
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        recorder.event("log", values=numbers, logged_step=step)
+
+
+def _asked(recorder: Any, ok: bool, _: Any, seconds: float, fabric: Any) -> None:
+    if ok and fabric._stopper.reason is not None:
+        recorder.event_once("signal", name=fabric._stopper.reason)
+
+
+def compared(recorder: Any, ok: bool, _: Any, seconds: float, label: str, **kwargs: Any) -> None:
+    """Record a comparison of replicas."""
+    recorder.event("check", what=label, ok=ok)
 
 
 def _iterating(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,76 +157,12 @@ def _iterating(begin: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _saving(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    save = timed(CHECKPOINT, call)
-
-    @wraps(call)
-    def wrapper(fabric: Any, *args: Any, **kwargs: Any) -> Any:
-        begin, ok = time.perf_counter(), False
-        try:
-            result = save(fabric, *args, **kwargs)
-            ok = True
-        finally:
-            if (recorder := recorder_here()) is not None:
-                path = args[0] if args else kwargs.get("path", kwargs.get("directory"))
-                recorder.event(kind, path=str(path), seconds=time.perf_counter() - begin, ok=ok)
-        return result
-
-    return wrapper
-
-
-def _logging(call: Callable[..., Any]) -> Callable[..., Any]:
-    log = timed(VERBS, call)
-
-    @wraps(call)
-    def wrapper(fabric: Any, metrics: Any, step: int | None = None, **kwargs: Any) -> Any:
-        values = log(fabric, metrics, step, **kwargs)
-        if fabric.is_global_zero and (recorder := recorder_here()) is not None:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            recorder.event("log", values=numbers, **({} if step is None else {"logged_step": step}))
-        return values
-
-    return wrapper
-
-
-def _stopping(call: Callable[..., Any]) -> Callable[..., Any]:
-    ask, known = timed(VERBS, call), []
-
-    @wraps(call)
-    def wrapper(fabric: Any) -> Any:
-        result = ask(fabric)
-        reason = fabric._stopper.reason
-        if reason is not None and reason not in known and (recorder := recorder_here()) is not None:
-            known.append(reason)
-            recorder.event("signal", name=reason)
-        return result
-
-    return wrapper
-
-
-def comparing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the comparison of replicas, timed and recorded."""
-    compare = timed(VERBS, call)
-
-    @wraps(call)
-    def wrapper(label: str, **kwargs: Any) -> None:
-        ok = False
-        try:
-            compare(label, **kwargs)
-            ok = True
-        finally:
-            if (recorder := recorder_here()) is not None:
-                recorder.event("check", what=label, ok=ok)
-
-    return wrapper
-
-
 def _warning(show: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(show)
     def wrapper(message: Any, category: Any, filename: str, lineno: int, *args: Any, **kwargs: Any) -> None:
-        part = timed_process.part
-        if part is not None and part.recorder is not None:
-            part.recorder.warned(str(message), filename, lineno)
+        if (part := timed_process.part) is not None:
+            place = f"{filename.rpartition('/')[2]}:{lineno}"
+            part.recorder.event_once("warning", text=str(message)[:500], place=place)
         show(message, category, filename, lineno, *args, **kwargs)
 
     return wrapper

@@ -27,51 +27,38 @@ def check_directory(given: Any, script: str) -> Path:
         ArgumentTypeError: It is no path.
         ConfigurationError: It is a URL or a file, cannot be written, or has the report of another script.
     """
-    text = f"{VARIABLE}={os.environ.get(VARIABLE)}" if given is None else f"report={str(given)!r}"
-    given = os.environ[VARIABLE] if given is None else given
-    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise ArgumentTypeError(
-            f"report={given!r} is no directory. Each rank writes a file into the directory of the report. "
-            'Write report="runs/report".'
-        )
-    path = local_path(os.fspath(given))
-    if path is None:
-        raise ConfigurationError(
-            f"{text} is a URL. Ranks append to their files after each step, which only file systems can. "
-            'Write a local directory, such as report="runs/report".'
-        )
-    if path.exists() and not path.is_dir():
-        raise ConfigurationError(
-            f"{text} is a file. Ranks write {FILE_NAME.format(0)} and its like into a directory. Write the "
-            f'name of a directory, such as report="{given}-report".'
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError("permission denied")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{text} cannot be written ({error.strerror or error}). Each rank writes a file into it. Write "
-            "a directory that this user may write."
-        ) from error
-    first = path / FILE_NAME.format(0)
-    if first.exists():
-        check_script(first, read_from(first, 0)[0], script)
-    return path
+    value = os.environ[VARIABLE] if given is None else given
+    text = f"{VARIABLE}={value}" if given is None else f"report={value!r}"
+    kind: type[Exception] = ConfigurationError
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        why, kind = "is no path", ArgumentTypeError
+    elif (path := local_path(os.fspath(value))) is None:
+        why = "is a URL"
+    elif path.exists() and not path.is_dir():
+        why = "is a file"
+    else:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            why = "" if os.access(path, os.W_OK | os.X_OK) else "cannot be written (Permission denied)"
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+        if not why:
+            if (first := path / FILE_NAME.format(0)).exists():
+                check_script(first, read_from(first, 0)[0], script)
+            return path
+    raise kind(
+        f"{text} {why}. Each rank appends to a file in this directory. Write a local directory that this "
+        'user may write, such as report="runs/report".'
+    )
 
 
 def check_script(path: Path, records: list[Any], script: str) -> None:
-    """Raise if the records of a file are of a run of another script.
-
-    Raises:
-        ConfigurationError: They are.
-    """
+    """Raise ConfigurationError if the records of a file are of a run of another script."""
     known = records[0].get("script", script) if records and isinstance(records[0], dict) else script
     if known != script:
         raise ConfigurationError(
-            f"{path.parent} has the report of {known}, but this run is of {script}. A run that was "
-            "interrupted appends to its own report; another run needs another directory. Write "
-            f'report="{path.parent}-{Path(script).stem}", or remove {path.parent}.'
+            f"{path.parent} has the report of {known}, but this run is of {script}. Only a resumed run "
+            f'appends to a report. Write report="{path.parent}-{Path(script).stem}", or remove {path.parent}.'
         )
 
 
@@ -90,14 +77,15 @@ class RankFile:
 
     def __init__(self, path: Path, script: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.last = 0
-        """The number of the last step in it."""
+        self.path, self.last = path, 0
+        """The file, and the number of the last step in it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd: int | None = os.open(path, flags, 0o644)
         try:
-            records, self._size = read_from(path, 0)
-            self._lock()
+            records, self._size = read_from(path, 0)  # before the lock, which closing a file ends
             check_script(path, records, script)
+            with suppress(OSError):  # a file system without locks
+                self._lock(self._fd)
         except BaseException:
             self.close()
             raise
@@ -107,17 +95,14 @@ class RankFile:
         if not self._size:
             self.append(pack_header())
 
-    def _lock(self) -> None:
+    def _lock(self, fd: int) -> None:
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ConfigurationError(
-                f"{self.path} is being written by another process. Two jobs, or a job that this rank "
-                f"started, cannot write one report. Write another directory, or unset {VARIABLE} for the "
-                "processes that ranks start."
+                f"{self.path} is being written by another process. Two jobs cannot write one report. Write "
+                f"another directory, or unset {VARIABLE} for the processes that ranks start."
             ) from None
-        except OSError:  # a file system without locks
-            pass
 
     def append(self, record: bytes) -> None:
         """Write a record by one call of the system, so that it survives the process.
@@ -134,11 +119,8 @@ class RankFile:
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             self.close()
-            warnings.warn(
-                f"The report ends here, and the run goes on: {self.path} cannot be written "
-                f"({error.strerror or error}). Free space on its disk before the next run.",
-                stacklevel=2,
-            )
+            text = f"The report ends here, and the run goes on: {self.path} cannot be written ({error})."
+            warnings.warn(f"{text} Free space on its disk before the next run.", stacklevel=2)
 
     def close(self) -> None:
         """Close the file; later records are dropped."""

@@ -19,25 +19,15 @@ import torch.distributed as dist
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.parts import Part
-from fabric.report.calls import (
-    BACKWARD,
-    COMMUNICATION,
-    TimedForward,
-    comparing,
-    recorder_here,
-    replacements,
-    timed_process,
-)
+from fabric.report import calls
 from fabric.report.file import RankFile, check_directory
 from fabric.report.format import FILE_NAME
-from fabric.report.recorder import Recorder, memory_reader
+from fabric.report.recorder import StepRecorder
 from fabric.report.stragglers import Stragglers
 from fabric.strategies._torch import call_after_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from torch.optim import Optimizer
 
 
 def record(fabric: Any, given: Any) -> None:
@@ -77,8 +67,8 @@ class Report(Part):
 
     def __init__(self, directory: Path, script: str) -> None:
         self._directory, self._script = directory, script
-        self.recorder: Recorder | None = None
-        self._undo: list[Callable[[], Any]] = []
+        self.recorder: StepRecorder | None = None
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._former_error: Any = None
         self._waits = False
         """Whether a backward ends with a wait for other ranks."""
@@ -92,79 +82,56 @@ class Report(Part):
         Raises:
             ConfigurationError: A rank cannot write its file; on all ranks.
         """
-        if timed_process.part is not None:
-            timed_process.part.end()
-        topology, rank = strategy.topology, strategy.global_rank
-        is_member = topology.world_size > 1 and strategy.collective.world_size > 0
-        file, text = None, ""
+        if calls.timed_process.part is not None:
+            calls.timed_process.part.end()
+        topology, rank, file, text = strategy.topology, strategy.global_rank, None, ""
+        self._waits = topology.world_size > 1 and strategy.collective.world_size > 0
         try:
             file = RankFile(self._directory / FILE_NAME.format(rank), self._script)
         except (FabricError, OSError) as error:
             text = f"The report of rank {rank} cannot be written. {error}"
         rows = [(text, file.last if file else 0, rank, time.time())]
-        if is_member:
+        if self._waits:
             rows = strategy.all_gather_object(rows[0], label="report")
         texts = [row[0] for row in rows if row[0]]
         if file is None or texts:
             if file is not None:
                 file.close()
             raise ConfigurationError(texts[0])
-        last, device = max([row[1] for row in rows]), strategy.root_device
-        self.recorder = Recorder(file, last, self._facts(strategy), memory_reader(device))
-        group = (strategy.process_group or dist.group.WORLD) if is_member and dist.is_initialized() else None
+        last = max([row[1] for row in rows])
+        self.recorder = StepRecorder(file, last, _facts(strategy, self._script), strategy.root_device)
+        group: Any = (strategy.process_group or dist.group.WORLD) if self._waits else None
         if group is not None:
+            store = group.get_group_store()
             ranks, prefix = [row[2] for row in rows], f"fabric-report/{rows[0][3]}"
-            self.recorder.stragglers = Stragglers(group.get_group_store(), prefix, topology.rank, ranks)
-        self._waits = is_member
-        self._attach(strategy)
-
-    def _facts(self, strategy: Any) -> dict[str, Any]:
-        return {
-            "rank": strategy.global_rank,
-            "world_size": strategy.world_size,
-            "hostname": socket.gethostname(),
-            "script": self._script,
-            "strategy": type(strategy).__name__,
-            "precision": str(strategy.precision.precision),
-            "accelerator": strategy.root_device.type,
-            "versions": {
-                "fabric": vars(sys.modules["fabric"])["__version__"],
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
-            "parameters": 0,
-        }
+            self.recorder.stragglers = Stragglers(store, prefix, topology.rank, ranks)
+        self._attach(strategy.find_part("replica check"))
 
     def added(
-        self,
-        model: Any | None,
-        optimizers: Iterable[Optimizer],
-        *,
-        replicated: bool,
-        rank_local: Iterable[str],
+        self, model: Any | None, optimizers: Iterable[Any], *, replicated: bool, rank_local: Iterable[str]
     ) -> None:
         """Time the forward of a model, and let the first optimizer end steps."""
         if self.recorder is None:
             return
         if model is not None:
-            model.__dict__["forward"] = TimedForward(model.__dict__["forward"])
+            model.__dict__["forward"] = calls.TimedForward(model.__dict__["forward"])
             self.recorder.facts["parameters"] += sum([p.numel() for p in model.parameters()])
         for optimizer in optimizers:
             self.recorder.follow(optimizer)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Time a backward pass. The time after its last operation is a wait for gradients of other ranks."""
-        recorder = recorder_here()
-        if recorder is None or timed_process.part is not self:
+        recorder = self.recorder
+        if recorder is None or recorder is not calls.recorder_here():
             run(tensors, *args, **kwargs)
             return
-        previous, handle = recorder.switch(BACKWARD), None
-        if self._waits:
-            listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            roots = [root for root in listed if isinstance(root, torch.Tensor) and root.grad_fn is not None]
+        previous, handle = recorder.switch(calls.BACKWARD), None
+        roots = tensors if isinstance(tensors, list | tuple) else [tensors]
+        roots = [root for root in roots if getattr(root, "grad_fn", None) is not None]
+        if self._waits and roots:
             # Its callback is the first of the pass: torch runs it before those that wait, as DDP's.
-            wait = partial(call_after_backward, partial(recorder.switch, COMMUNICATION))
-            handle = roots[0].register_hook(lambda _: wait()) if roots else None
+            wait = partial(call_after_backward, partial(recorder.switch, calls.COMMUNICATION))
+            handle = roots[0].register_hook(lambda _: wait())
         try:
             run(tensors, *args, **kwargs)
         finally:
@@ -182,41 +149,37 @@ class Report(Part):
         if recorder is None:
             return
         atexit.unregister(self._at_exit)
-        while self._undo:
-            self._undo.pop()()
-        timed_process.part = None
-        if error is None:
-            recorder.event("end")
-        else:
-            recorder.failed(error)
-        recorder.close()
+        calls.timed_process.part = None
+        for owner, name, own, ours in reversed(self._replaced):
+            if vars(owner).get(name) is ours:  # else others have replaced it since
+                delattr(owner, name)
+                if own is not None:
+                    setattr(owner, name, own)
+        self._replaced.clear()
+        recorder.end(error)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what ends a script; at a prompt, any former one
         self.end(None if hasattr(sys, "ps1") or error is self._former_error else error)
 
-    def _attach(self, strategy: Any) -> None:
-        """Replace calls by timed ones, until `end`."""
-        timed_process.part = self
+    def _attach(self, check: Any) -> None:
+        calls.timed_process.part = self
         self._former_error = getattr(sys, "last_value", None)
         atexit.register(self._at_exit)
         add_backward_listener(self)
-        for owner, name, wrap in replacements():
-            self._replace(owner, name, wrap)
-        if (check := strategy.find_part("replica check")) is not None:
-            self._replace(check, "compare", comparing)
+        compare = (
+            [] if check is None else [(check, "compare", partial(calls.timed, calls.VERBS, calls.compared))]
+        )
+        replaced: list[tuple[Any, str, Any]] = [*calls.replacements(), *compare]
+        for owner, name, wrap in replaced:
+            ours = wrap(getattr(owner, name))
+            self._replaced.append((owner, name, vars(owner).get(name), ours))
+            setattr(owner, name, ours)
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        own = vars(owner).get(name)
-        ours = wrap(getattr(owner, name))
-        setattr(owner, name, ours)
 
-        def undo() -> None:
-            if vars(owner).get(name) is not ours:  # replaced by others since
-                return
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        self._undo.append(undo)
+def _facts(strategy: Any, script: str) -> dict[str, Any]:
+    fabric, rank, size = vars(sys.modules["fabric"])["__version__"], strategy.global_rank, strategy.world_size
+    versions = {"fabric": fabric, "torch": str(torch.__version__), "python": platform.python_version()}
+    facts = {"rank": rank, "world_size": size, "hostname": socket.gethostname(), "script": script}
+    kinds = {"precision": str(strategy.precision.precision), "accelerator": strategy.root_device.type}
+    return {**facts, "strategy": type(strategy).__name__, **kinds, "versions": versions, "parameters": 0}

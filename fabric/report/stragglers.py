@@ -10,12 +10,9 @@ import json
 import socket
 import warnings
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fabric.report.format import KINDS
-
-if TYPE_CHECKING:
-    from fabric.report.recorder import Recorder
 
 STEPS = 100
 SLOWER = 0.15
@@ -71,49 +68,43 @@ class Stragglers:
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: list[int]) -> None:
         self._store, self._prefix, self._rank, self._ranks = store, prefix, rank, ranks
-        self._sums: list[float] = []
+        self._sums = [0.0] * len(_NAMES)
         self._windows: dict[int, list[float]] = {}
         """Seconds by kind in the last two windows of `STEPS` steps: not all ranks have written the newest."""
         self._compared = 0
         self._known: set[tuple[int, str]] = set()
 
-    def stepped(self, recorder: Recorder) -> None:
+    def stepped(self, recorder: Any) -> None:
         """Send the sums after each `STEPS` steps, and on the first rank compare those of all."""
         if recorder.steps % STEPS or self._store is None:
             return
-        seconds = recorder.seconds
-        before, self._sums = self._sums or [0.0] * len(seconds), seconds.copy()
+        before, self._sums = self._sums, recorder.seconds.copy()
         window = recorder.steps // STEPS
-        self._windows[window] = [now - then for now, then in zip(seconds, before, strict=True)]
+        self._windows[window] = [now - then for now, then in zip(self._sums, before, strict=True)]
         self._windows.pop(window - 2, None)
-        value = json.dumps([socket.gethostname(), [*self._windows.items()]])
+        value, texts = json.dumps([socket.gethostname(), [*self._windows.items()]]), []
+        keys = [f"{self._prefix}/{rank}" for rank in range(len(self._ranks))]
         try:
-            self._store.set(f"{self._prefix}/{self._rank}", value)
-            texts = self._read() if self._rank == 0 else []
+            self._store.set(keys[self._rank], value)
+            if self._rank == 0 and self._store.check(keys):
+                texts = self._store.multi_get(keys)
         except RuntimeError:  # the store went with the rank that has it
             self._store = None
-            return
         if texts:
             self._compare([json.loads(text) for text in texts], recorder)
 
-    def _read(self) -> list[bytes]:
-        keys = [f"{self._prefix}/{rank}" for rank in range(len(self._ranks))]
-        return self._store.multi_get(keys) if self._store.check(keys) else []
-
-    def _compare(self, rows: list[Any], recorder: Recorder) -> None:
+    def _compare(self, rows: list[Any], recorder: Any) -> None:
         windows = [dict(windows) for _, windows in rows]
         common = max(set.intersection(*[{*known} for known in windows]), default=0)
         if common <= self._compared:
             return
         self._compared = common
-        hosts = [host for host, _ in rows]
-        held = zip(self._ranks, hosts, windows, strict=True)
-        for one in find_stragglers({rank: (host, known[common]) for rank, host, known in held}):
+        held = zip(self._ranks, rows, windows, strict=True)
+        for one in find_stragglers({rank: (row[0], known[common]) for rank, row, known in held}):
             if (one.rank, one.where) not in self._known:
                 self._known.add((one.rank, one.where))
                 recorder.event("straggler", **one._asdict(), steps=STEPS)
+                text = f"{one} (of the median's seconds outside of communication, in {STEPS} steps)."
                 warnings.warn(
-                    f"{one} (of the median's seconds outside of communication, in {STEPS} steps). The other "
-                    "ranks wait for it. This warning is shown once per rank and cause.",
-                    stacklevel=2,
+                    f"{text} The other ranks wait for it. Shown once per rank and cause.", stacklevel=2
                 )

@@ -25,7 +25,7 @@ from fabric.collectives.channel import Channel
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.report import file, recorder, stragglers
 from fabric.report.format import STEP, pack_event, pack_header, pack_step, read
-from fabric.report.recorder import Recorder
+from fabric.report.recorder import StepRecorder
 from fabric.report.stragglers import Straggler, find_stragglers
 from fabric.strategies import LocalSGDStrategy
 
@@ -440,11 +440,11 @@ def make(report):
 @pytest.mark.parametrize(
     ("report", "error", "text"),
     [
-        (True, ArgumentTypeError, "report=True is no directory. Each rank writes a file into the directory"),
-        ("", ArgumentTypeError, "report='' is no directory."),
-        ("s3://bucket/run", ConfigurationError, "report='s3://bucket/run' is a URL. Ranks append to their"),
+        (True, ArgumentTypeError, "report=True is no path. Each rank appends to a file in this directory."),
+        ("", ArgumentTypeError, "report='' is no path."),
+        ("s3://bucket/run", ConfigurationError, "report='s3://bucket/run' is a URL. Each rank"),
         ("/proc/none/x", ConfigurationError, "report='/proc/none/x' cannot be written (No such file or"),
-        ("taken", ConfigurationError, "Write the name of a directory, such as report=\"taken-report\"."),
+        ("taken", ConfigurationError, "report='taken' is a file. Each rank"),
         ("other", ConfigurationError, "has the report of other.py, but this run is of"),
         ("foreign", UsageError, "is no file of a run report: it begins with b'somethin'."),
         ("newer", UsageError, "has version 9 of the run report's format. This Fabric reads version 1."),
@@ -513,10 +513,10 @@ def test_a_damaged_file_of_one_rank_is_an_error_on_all(ranks, tmp_path):
 
 def test_forked_processes_write_nothing(tmp_path):
     path = tmp_path / RANK.format(0)
-    one = Recorder(file.RankFile(path, "x.py"), 0, {})
+    one = StepRecorder(file.RankFile(path, "x.py"), 0, {})
     one._pid = 0
     one.event("log")
     one._pid = os.getpid()
     one.event("end")
-    one.close()
+    one.file.close()
     assert [event["kind"] for event in read(path)] == ["start", "end"]
