@@ -520,3 +520,9 @@ def test_forked_processes_write_nothing(tmp_path):
     one.event("end")
     one.file.close()
     assert [event["kind"] for event in read(path)] == ["start", "end"]
+
+
+def test_memory_is_that_of_the_devices_allocator_where_it_has_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1024 * (5 + device.index))
+    assert recorder.peak_memory(torch.device("cuda", 2)) == 7
+    assert recorder.peak_memory(torch.device("cpu")) == recorder.peak_memory(None) > 10_000
