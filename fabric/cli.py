@@ -158,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
+    run.add_argument("--report", metavar="DIR", help="record the run: each rank appends its steps to a file")
     run.add_argument("--verbose", action="store_true", help="print each setting and its source")
     check = commands.add_parser(
         "check",
@@ -296,6 +297,8 @@ def _run(options: argparse.Namespace) -> int:
         for name, option in _OPTIONS.items()
         if not option.variable and settings[name].source == "command line"
     }
+    if options.report is not None:
+        variables["FABRIC_REPORT"] = options.report
     logs = None
     if directory := options.log_dir or os.environ.get(LOG_DIR):
         logs = RankLogs(Path(directory))

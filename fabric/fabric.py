@@ -28,6 +28,7 @@ from fabric.checks import (
 )
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.core.types import PathLike
     from fabric.loggers.logger import Logger
     from fabric.strategies.strategy import Strategy
     from fabric.wrappers import _FabricModule
@@ -70,6 +72,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         replica_check: When ranks compare values that must be equal; see docs/how-to/different-numbers.md.
             True: after backwards number 1, 2, 4, ..., 1,024, and each 1,024th; a number n: after each n-th;
             False: never. None: FABRIC_REPLICA_CHECK, or True.
+        report: Directory to which each rank appends its steps and events; see fabric/report/README.md.
+            None: FABRIC_REPORT, or no report.
 
     Raises:
         ConfigurationError: Arguments that are unknown, impossible on this machine, or contradict each other.
@@ -89,12 +93,15 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         callbacks: list[Any] | Any | None = None,
         loggers: Logger | list[Logger] | None = None,
         replica_check: bool | int | None = None,
+        report: PathLike | None = None,
     ) -> None:
         plan = resolve(
             Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.detect()
         )
         self._strategy: Strategy = plan.strategy
         self._strategy.replica_check = check_schedule(replica_check)
+        if report is not None or os.environ.get("FABRIC_REPORT"):
+            use_slice("report").record(self, report)
         self._strategy.bind(plan)
         self._callbacks = check_callbacks(callbacks)
         self._loggers = check_loggers(loggers)

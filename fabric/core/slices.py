@@ -25,6 +25,7 @@ SLICES = {
     "profile": "fabric.profile.profile",
     "progress": "fabric.progress.progress",
     "replicas": "fabric.replicas.check",
+    "report": "fabric.report.part",
     "safetensors": "fabric.checkpoint.formats.safetensors",
     "sharded directory": "fabric.checkpoint.formats.sharded.directory",
     "sharded reader": "fabric.checkpoint.formats.sharded.dcp",

@@ -52,7 +52,7 @@ _RANK_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 
-_FLAGS = ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION")
+_FLAGS = ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION", "REPORT")
 """Options that `fabric run` passes to the ranks as FABRIC_<NAME>."""
 
 
