@@ -215,8 +215,8 @@ def _add_report(commands: Any) -> None:
         allow_abbrev=False,
     )
     report.add_argument("directory", metavar="DIR", help="the directory of the run")
-    report.add_argument("--out", metavar="FILE", help="the page; default: DIR/report.html")
     kinds = report.add_mutually_exclusive_group()
+    kinds.add_argument("--out", metavar="FILE", help="the page; default: DIR/report.html")
     kinds.add_argument("--text", action="store_true", help="print it as text in place of the page")
     kinds.add_argument("--json", action="store_true", help="print the aggregated numbers as a JSON object")
     kinds.add_argument("--follow", action="store_true", help="print a line a minute until the run has ended")

@@ -11,28 +11,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.extras import import_package
-from fabric.tools.report.aggregate import COUNT, WHOLE
-from fabric.tools.report.summary import NAMES, straggler_texts
-from fabric.tools.report.text import facts, headline
+from fabric.tools.report.aggregate import BINS, COUNT, WHOLE
+from fabric.tools.report.summary import NAMES, straggler_texts, summarize
+from fabric.tools.report.text import event_text, facts, headline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.tools.report.aggregate import RunAggregate
 
-_MOST_ROWS = 1024
-"""Rows of plots by rank; a row of a larger run is several ranks."""
-_MOST_VALUES = 24
+_MOST_CELLS = 1024 * BINS
+"""Cells of the heatmap; with more ranks its columns are wider."""
+_MOST_CURVES = 24
 _COLORS = ("#4c78a8", "#54a24b", "#72b7b2", "#e45756", "#b279a2", "#eeca3b", "#9d755d", "#9a9a9a")
+_CURVES = {"most": _COLORS[3], "least": _COLORS[1], "mean": _COLORS[0]}
+_CLEAR, _GRAY = "rgba(0,0,0,0)", "rgba(128,128,128,.25)"
+_AXIS = {"gridcolor": _GRAY, "zerolinecolor": _GRAY, "automargin": True}
 _CONFIG = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
-_GRID = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.25)"}
+_LAYOUT = {
+    "height": 360,
+    "margin": {"l": 55, "r": 10, "t": 50, "b": 45},
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    "modebar": {"bgcolor": _CLEAR, "color": "#999", "activecolor": "#4c78a8"},
+    "paper_bgcolor": _CLEAR,
+    "plot_bgcolor": _CLEAR,
+}
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1f; --paper: #fff; --line: #8884 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e4e9; --paper: #16171b } }
+:root { color-scheme: light dark; --ink: #1b1b1f; --paper: #fff; --bad: #c4161c }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e4e9; --paper: #16171b; --bad: #ff7b72 } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 12px 24px; max-width: 1200px;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin: 1.6em 0 .3em; border-top: 1px solid var(--line);
-  padding-top: .8em } .bad { color: #d62728 } p, li { margin: .3em 0 } ul { padding-left: 1.2em }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin: 1.2em 0 .3em; border-top: 1px solid #8884 }
+#failures { color: var(--bad) } p, li { margin: .3em 0 } ul { padding-left: 1.2em }
 @media (max-width: 600px) { .modebar { display: none } }
 """
 _SCRIPT = """
@@ -43,34 +53,30 @@ dark.addEventListener('change', paint); paint();
 """  # a finger on a plot scrolls the page
 
 
-def as_page(run: RunAggregate, summary: dict[str, Any]) -> str:
-    """Return the page of a run.
+def as_page(run: RunAggregate) -> str:
+    """Return the page of a run. Its bins become wider if it has more than 1,024 ranks.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
     import_package("plotly", "fabric report", "report", least="6", instead="write --text or --json")
     offline, io = import_package("plotly.offline", "", "report"), import_package("plotly.io", "", "report")
-    plots = {
-        "Where the time goes": _bars(summary),
-        "Step time by rank": _heatmap(run, summary),
-        "Step time": _step_time(summary),
-        "Logged values": _values(summary),
-        "Memory": _memory(summary),
-        "Events": _timeline(summary),
-    }
-    parts = [
-        f"<h1>{_escape(headline(summary))}</h1>",
-        *[f"<p>{_escape(line)}</p>" for line in facts(summary)],
-    ]
-    parts += _list("Failures", summary["failures"], "bad")
-    parts += _list("Stragglers", straggler_texts(summary["stragglers"]), "")
-    parts += _list("Notes", summary["notes"], "")
+    last = max([one.last_step for one in run.ranks.values()])
+    while len(run.ranks) * (last // run.width + 1) > _MOST_CELLS:
+        run.widen()
+    summary = summarize(run)
+    parts = [f"<h1>{html.escape(headline(summary))}</h1>"]
+    parts += [f"<p>{html.escape(line)}</p>" for line in facts(summary)]
+    lists = {"failures": summary["failures"], "stragglers": straggler_texts(summary["stragglers"])}
+    for title, lines in {**lists, "notes": summary["notes"]}.items():
+        rows = "".join([f"<li>{html.escape(line)}</li>" for line in lines])
+        parts += [f'<h2>{title.capitalize()}</h2><ul id="{title}">{rows}</ul>'] * bool(lines)
+    plots = {"Where the time goes": _bars(summary), "Step time by rank": _heatmap(run)}
+    plots |= {"Step time, memory and logged values": _curves(summary), "Events": _timeline(summary)}
     for title, figure in plots.items():
-        if figure is not None:
-            drawn = io.to_html(figure, config=_CONFIG, include_plotlyjs=False, full_html=False)
-            parts.append(f"<h2>{title}</h2>{drawn}")
-    title = f"<title>{_escape(str(run.directory.absolute()))}</title>"
+        drawn = io.to_html(figure, config=_CONFIG, include_plotlyjs=False, full_html=False)
+        parts.append(f"<h2>{title}</h2>{drawn}")
+    title = f"<title>{html.escape(str(run.directory.absolute()))}</title>"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head = f"{head}{title}<style>{_STYLE}</style><script>{offline.get_plotlyjs()}</script>"
     body = "\n".join([*parts, f"<script>{_SCRIPT}</script>"])
@@ -78,155 +84,84 @@ def as_page(run: RunAggregate, summary: dict[str, Any]) -> str:
 
 
 def _bars(summary: dict[str, Any]) -> dict[str, Any]:
-    rows = summary["by_rank"]
-    size = -(-len(rows) // _MOST_ROWS)
-    seconds = torch.tensor([[row[name] for name in NAMES] for row in rows])
-    means = torch.stack([part.nanmean(0) for part in seconds.split(size)], dim=1) * 1000
-    first = [row["rank"] for row in rows[::size]]
-    hosts = [row["host"] for row in rows[::size]]
-    data = [
-        {"type": "bar", "name": name, "x": first, "y": _packed(means[index]), "marker": {"color": color}}
-        | {"hovertemplate": "rank %{x} on %{text}: %{y:.3g} ms", "text": hosts, "textposition": "none"}
-        for index, (name, color) in enumerate(zip(NAMES, _COLORS, strict=True))
-    ]
-    return {"data": data, "layout": _layout(_by(size), "ms per step", barmode="stack", bargap=0.1)}
+    rows, data = summary["by_rank"], []
+    ranks, hosts = [row["rank"] for row in rows], [html.escape(row["host"]) for row in rows]
+    for name, color in zip(NAMES, _COLORS, strict=True):
+        seconds = _packed(torch.tensor([1000 * row[name] for row in rows]))
+        bar = {"type": "bar", "name": name, "x": ranks, "y": seconds, "text": hosts, "textposition": "none"}
+        bar |= {"marker": {"color": color, "line": {"width": 0}}}
+        data.append(bar | {"hovertemplate": "rank %{x} on %{text}: %{y:.3g} ms"})
+    return {"data": data, "layout": _layout("rank", "ms per step", barmode="stack", bargap=0.1)}
 
 
-def _heatmap(run: RunAggregate, summary: dict[str, Any]) -> dict[str, Any]:
-    ranks = [row["rank"] for row in summary["by_rank"]]
-    size = -(-len(ranks) // _MOST_ROWS)
-    used = [step // run.width for step in summary["by_step"]["first_step"]] or [0]
+def _heatmap(run: RunAggregate) -> dict[str, Any]:
+    ranks, entries = zip(*sorted(run.written().items()), strict=True)
+    sums, peaks = torch.stack([one.sums for one in entries]), torch.stack([one.peaks for one in entries])
+    used = [*sums[:, :, COUNT].sum(0).nonzero()[:, 0].tolist()] or [0]
     part = slice(used[0], used[-1] + 1)
-    sums = torch.stack([run.ranks[rank].sums[part, : WHOLE + 1] for rank in ranks])
-    peaks = torch.stack([run.ranks[rank].peaks[part, 0] for rank in ranks])
-    total = torch.stack([rows.sum(0) for rows in sums.split(size)])
-    longest = torch.stack([rows.amax(0) for rows in peaks.split(size)])
-    mean = 1000 * total[:, :, WHOLE] / total[:, :, COUNT]
-    grids = {"mean": mean, "longest step": torch.where(mean.isnan(), torch.nan, 1000 * longest)}
-    data, several = [], run.width > 1 or size > 1
+    mean = 1000 * sums[:, part, WHOLE] / sums[:, part, COUNT]
+    grids = {"mean": mean, "longest step": torch.where(mean.isnan(), torch.nan, 1000 * peaks[:, part, 0])}
+    bins = {"x0": part.start * run.width + (run.width - 1) / 2, "dx": run.width, "y": ranks}
+    bins |= {"type": "heatmap", "colorbar": {"title": {"text": "ms"}, "thickness": 12}}
+    data, buttons = [], []
     for name, grid in grids.items():
-        x = {"x0": used[0] * run.width + (run.width - 1) / 2, "dx": run.width}
-        hover = f"rank %{{y}}, step %{{x:,.0f}}: {name if several else 'took'} %{{z:.3g}} ms<extra></extra>"
-        data.append(
-            {"type": "heatmap", "z": _packed(grid), **x, "y": ranks[::size], "visible": name == "mean"}
-            | {"hovertemplate": hover, "colorbar": {"title": {"text": "ms"}, "thickness": 12}, **_scale(grid)}
-        )
-    buttons = [
-        {"label": name, "method": "restyle", "args": [{"visible": [name == each for each in grids]}]}
-        for name in grids
-    ]
+        hover = f"rank %{{y}}, step %{{x:,.0f}}: %{{z:.3g}} ms, {name}<extra></extra>"
+        data.append({**bins, "z": _packed(grid), "hovertemplate": hover, **_scale(grid)})
+        data[-1]["visible"] = name == "mean"
+        seen = [name == each for each in grids]
+        buttons.append({"label": name, "method": "restyle", "args": [{"visible": seen}]})
     menu = {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1.15}
     menu |= {"bgcolor": "#fff", "font": {"color": "#1b1b1f"}}
-    title = "step" if run.width == 1 else f"step, {run.width} in a column"
-    extra = {"updatemenus": [menu]} if several else {}
-    return {"data": data[: 1 + several], "layout": _layout(title, _by(size), height=460, **extra)}
+    title = f"step, {run.width} in a column" if run.width > 1 else "step"
+    return {"data": data, "layout": _layout(title, "rank", height=460, updatemenus=[menu])}
 
 
 def _scale(grid: Tensor) -> dict[str, Any]:
     """Return a scale of colors for all but the largest 1 %, which are red: neither is lost in the other."""
-    values = grid[~grid.isnan()]
-    if not len(values) or values.max() <= values.min():
-        return {}
-    bound = float((values.quantile(0.99) - values.min()) / (values.max() - values.min()))
-    if bound > 0.8:
+    values = grid[~grid.isnan()].sort().values.tolist() or [0.0]
+    bound = (values[len(values) * 99 // 100] - values[0]) / ((values[-1] - values[0]) or 1)
+    if not 0 < bound < 0.8:
         return {"colorscale": "Viridis"}
-    bound = max(bound, 1e-3)
     return {"colorscale": [[0, "#440154"], [bound / 2, "#21918c"], [bound, "#fde725"], [1, "#d62728"]]}
 
 
-def _step_time(summary: dict[str, Any]) -> dict[str, Any]:
-    steps = summary["by_step"]
-    data = [
-        _line("longest", steps["first_step"], [1000 * value for value in steps["longest"]], 3)
-        | {"text": steps["longest_rank"], "hovertemplate": "%{y:.3g} ms on rank %{text}"},
-        _line("mean of all ranks", steps["first_step"], [1000 * value for value in steps["seconds"]], 0),
-    ]
-    return {"data": data, "layout": _layout("step", "ms", hovermode="x unified")}
-
-
-def _values(summary: dict[str, Any]) -> dict[str, Any] | None:
-    names = sorted(summary["values"], key=lambda name: "loss" not in name)[:_MOST_VALUES]
-    if not names:
-        return None
-    left = len(summary["values"]) - len(names)
-    data: list[dict[str, Any]] = []
-    layout = _layout("step" + f"; {left} more values: fabric report --json" * bool(left), names[0])
-    layout |= {"height": 120 + 180 * len(names), "showlegend": False, "hovermode": "x unified"}
-    subplots = [[f"xy{index or ''}"] for index in [0, *range(2, len(names) + 1)]]
-    layout["grid"] = {"rows": len(names), "columns": 1, "ygap": 0.15, "subplots": subplots}
-    for index, name in enumerate(names):
-        bins, axis = summary["values"][name], f"y{index + 1}" if index else "y"
-        layout[axis.replace("y", "yaxis")] = {"title": {"text": _escape(name)}, **_GRID}
-        first = bins["first_step"]
-        band = {"fill": "tonexty", "fillcolor": "rgba(128,128,128,.2)"}
-        data += [
-            {"yaxis": axis, **_line("most", first, bins["most"], 7)},
-            {"yaxis": axis, **_line("least", first, bins["least"], 7), **band},
-            {"yaxis": axis, **_line("mean", first, bins["mean"], 0)},
-        ]
+def _curves(summary: dict[str, Any]) -> dict[str, Any]:
+    shown, data = [*summary["curves"].items()][:_MOST_CURVES], []
+    more = len(summary["curves"]) - len(shown)
+    layout = _layout("step" + f"; {more} more values: fabric report --json" * (more > 0), "")
+    layout |= {"height": 100 + 170 * len(shown), "showlegend": False, "hovermode": "x unified"}
+    subplots = [[f"xy{index + 1 if index else ''}"] for index in range(len(shown))]
+    layout["grid"] = {"rows": len(shown), "columns": 1, "ygap": 0.15, "subplots": subplots}
+    for index, (name, curve) in enumerate(shown):
+        axis = f"{index + 1}" if index else ""
+        layout[f"yaxis{axis}"] = {"title": {"text": html.escape(name[:24])}, **_AXIS}
+        mode = "lines" if len(curve["first_step"]) > 1 else "markers"
+        line = {"type": "scatter", "mode": mode, "x": curve["first_step"], "yaxis": f"y{axis}"}
+        for key in [key for key in _CURVES if key in curve]:
+            data.append({**line, "name": key, "y": curve[key], "line": {"color": _CURVES[key], "width": 1.3}})
+        if "rank" in curve:
+            data[-2] |= {"text": curve["rank"], "hovertemplate": "%{y:.4g} on rank %{text}"}
+        else:
+            data[-2] |= {"fill": "tonexty", "fillcolor": _GRAY}
     return {"data": data, "layout": layout}
-
-
-def _memory(summary: dict[str, Any]) -> dict[str, Any]:
-    steps = summary["by_step"]
-    data = [
-        _line("most", steps["first_step"], [value / 1e6 for value in steps["memory"]], 3)
-        | {"text": steps["memory_rank"], "hovertemplate": "%{y:,.4g} MB on rank %{text}"},
-        _line("mean of all ranks", steps["first_step"], [value / 1e6 for value in steps["mean_memory"]], 0),
-    ]
-    return {"data": data, "layout": _layout("step", "peak MB", hovermode="x unified", height=280)}
 
 
 def _timeline(summary: dict[str, Any]) -> dict[str, Any]:
     rows = summary["events"]
-    bad = [("failure" in row["kind"] or "not ok" in row["kind"]) for row in rows]
-    texts = [
-        _escape(f"step {row['step']:,}, rank {row['rank']}" + f", {row['count']} times" * (row["count"] > 1))
-        + f", {row['seconds']:.3g} s" * bool(row["seconds"])
-        + "<br>"
-        + _escape(row["text"][:160])
-        for row in rows
-    ]
-    data: dict[str, Any] = {"type": "scatter", "mode": "markers", "x": [_date(row["time"]) for row in rows]}
-    data |= {
-        "y": [row["kind"] for row in rows],
-        "text": texts,
-        "hovertemplate": "%{x}<br>%{text}<extra></extra>",
-    }
-    data["marker"] = {"size": 9, "color": ["#d62728" if one else "#4c78a8" for one in bad]}
-    layout: dict[str, Any] = _layout(
-        "", "", height=120 + 28 * len({row["kind"] for row in rows}), hovermode="closest"
-    )
-    layout["yaxis"] |= {"type": "category", "automargin": True}
-    return {"data": [data], "layout": layout}
-
-
-def _line(name: str, x: list[int], y: list[float], color: int) -> dict[str, Any]:
-    """Return a line; a single point is a marker."""
-    mode = "lines" if len(x) > 1 else "markers"
-    return {
-        "type": "scatter",
-        "mode": mode,
-        "name": name,
-        "x": x,
-        "y": y,
-        "line": {"color": _COLORS[color], "width": 1.5},
-    }
+    kinds = [row["kind"] for row in rows]
+    times = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(row["time"])) for row in rows]
+    texts = [html.escape(event_text(row)[:160]) for row in rows]
+    colors = [_COLORS[3] if "failure" in kind or "not ok" in kind else _COLORS[0] for kind in kinds]
+    dots: dict[str, Any] = {"type": "scatter", "mode": "markers", "x": times, "y": kinds, "text": texts}
+    dots |= {"marker": {"size": 9, "color": colors}, "hovertemplate": "%{text}<extra></extra>"}
+    layout = _layout("", "", height=120 + 28 * len({*kinds}), hovermode="closest")
+    layout["yaxis"] |= {"type": "category"}
+    return {"data": [dots], "layout": layout}
 
 
 def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
-    axes = {"xaxis": {"title": {"text": x}, **_GRID}, "yaxis": {"title": {"text": y}, **_GRID}}
-    colors: dict[str, Any] = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
-    colors["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "#999", "activecolor": "#4c78a8"}
-    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom"}
-    return {
-        "height": 360,
-        "margin": {"l": 55, "r": 10, "t": 50, "b": 45},
-        "legend": legend,
-        **axes,
-        **colors,
-        **more,
-    }
+    axes = {"xaxis": {"title": {"text": x}, **_AXIS}, "yaxis": {"title": {"text": y}, **_AXIS}}
+    return {**_LAYOUT, **axes, **more}
 
 
 def _packed(values: Tensor) -> dict[str, Any]:
@@ -234,20 +169,3 @@ def _packed(values: Tensor) -> dict[str, Any]:
     values = values.float().contiguous()
     data = base64.b64encode(ctypes.string_at(values.data_ptr(), values.nbytes)).decode()
     return {"dtype": "f4", "bdata": data, "shape": ", ".join(map(str, values.shape))}
-
-
-def _by(size: int) -> str:
-    return "rank" if size == 1 else f"rank, {size} in a row"
-
-
-def _list(title: str, lines: list[str], kind: str) -> list[str]:
-    rows = "".join([f"<li>{_escape(line)}</li>" for line in lines])
-    return [f'<h2>{title}</h2><ul class="{kind}">{rows}</ul>'] if lines else []
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds)) + f"{seconds % 1:.3f}"[1:]
-
-
-def _escape(text: str) -> str:
-    return html.escape(text)
