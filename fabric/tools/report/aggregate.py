@@ -125,18 +125,18 @@ class RunAggregate:
     def _add_steps(self, entry: RankAggregate, steps: bytes) -> None:
         table = torch.frombuffer(bytearray(steps), dtype=torch.uint8).view(-1, STEP.size)
         number, memory = [
-            table[:, at : at + 4].contiguous().view(torch.int32).long() % 2**32 for at in (4, STEP.size - 4)
+            table[:, at : at + 4].reshape(-1).view(torch.int32).long() % 2**32 for at in (4, STEP.size - 4)
         ]
-        begin = table[:, 8:16].contiguous().view(torch.double)
-        seconds = table[:, 16 : STEP.size - 4].contiguous().view(torch.float32).double()
+        begin = table[:, 8:16].reshape(-1).view(torch.double)
+        seconds = table[:, 16 : STEP.size - 4].reshape(-1).view(torch.float32).view(len(table), -1).double()
         kinds, whole = seconds.split([len(KINDS), 1], dim=1)
         self._fit(int(number.max()))
         where = number // self.width
-        entry.sums.index_add_(0, where[:, 0], torch.cat([torch.ones_like(whole), whole, kinds], dim=1))
-        peaks = torch.cat([whole, memory.double()], dim=1)
-        entry.peaks.scatter_reduce_(0, where.expand(-1, 2), peaks, "amax")
+        entry.sums.index_add_(0, where, torch.cat([torch.ones_like(whole), whole, kinds], dim=1))
+        peaks = torch.cat([whole, memory[:, None].double()], dim=1)
+        entry.peaks.scatter_reduce_(0, where[:, None].expand(-1, 2), peaks, "amax")
         entry.begin = min(entry.begin, float(begin.min()))
-        entry.end = max(entry.end, float((begin + whole).max()))
+        entry.end = max(entry.end, float((begin + whole[:, 0]).max()))
         entry.last_step, entry.state = int(number[-1]), entry.state or "open"
 
     def _add_event(self, rank: int, entry: RankAggregate, event: dict[str, Any]) -> None:

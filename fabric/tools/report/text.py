@@ -60,10 +60,10 @@ def facts(summary: dict[str, Any]) -> list[str]:
     rates = [f"{summary['steps_per_second']:,.4g} steps/s with all pauses"]
     rates += [f"{1000 * summary['seconds_per_step']['step']:,.4g} ms per step"]
     for name, curve in summary["curves"].items():  # as ThroughputMonitor logs them
-        rates += [f"{name} {curve['mean'][-1]:,.4g}"] * name.endswith(("per_sec", "mfu"))
+        rates += [f"{name} {value:,.4g}" for value in curve["mean"][-1:] if name.endswith(("per_sec", "mfu"))]
         if "rank" in curve and curve["most"]:
             most, rank, first = max(zip(curve["most"], curve["rank"], curve["first_step"], strict=True))
-            rates.append(f"most {name}: {most:,.4g} on rank {rank}, about step {first:,}")
+            rates.append(f"{name}: at most {most:,.4g}, on rank {rank}, about step {first:,}")
     return [", ".join(made_of), times, "; ".join(rates)]
 
 
