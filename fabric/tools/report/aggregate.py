@@ -31,7 +31,7 @@ ALIVE_S = 120.0
 _SKEW_S = 3600.0
 """Clocks of machines, and the times at which ranks start, differ by less."""
 _FILE = re.compile(r"rank-(\d{5,})\.bin")
-_HEAD = ("error", "text", "name", "path", "place", "where")
+_HEAD = ("error", "text", "name", "path", "what", "place", "where")
 """Fields of an event that need no name beside them; others are "name value", these are left out."""
 _LEFT_OUT = ("kind", "time", "step", "seconds", "ok", "secondary", "versions")
 

@@ -81,30 +81,32 @@ def find_stragglers(run: RunAggregate, ranks: list[int], sums: Tensor) -> list[d
     until = torch.cat([torch.zeros_like(sums[:, :1]), sums.cumsum(1)], dim=1)
     windows = until[:, size:] - until[:, :-size]
     windows[windows[:, :, COUNT] < _LEAST] = 0
-    means, found = per_step(sums), []
-    busy, middles = busy_seconds(means), means.nanmedian(0).values[:, 1:]
-    middle = busy.nanmedian(0).values
-    slow, busy_windows = busy > _SLOWER * middle, busy_seconds(per_step(windows))
-    slow_windows = busy_windows > _SLOWER * busy_windows.nanmedian(0).values
+    slow, slow_windows = _are_slow(sums), _are_slow(windows)
     padded = torch.nn.functional.pad(slow_windows.float(), (size - 1, size - 1))
     covered = torch.nn.functional.max_pool1d(padded, size, 1).bool()  # by bin: in any slow window
+    found = []
     for index in covered.any(1).nonzero()[:, 0].tolist():
         for is_covered, stretch in groupby(range(sums.shape[1]), covered[index].tolist().__getitem__):
             bins = [place for place in stretch if is_covered and slow[index, place]]
             if not bins:
                 continue
-            part = slice(bins[0], bins[-1] + 1)
-            steps = sums[index, part, COUNT]
-            lost = float(((busy[index, part] - middle[part]) * steps).nansum())
-            excess = ((means[index, part, 1:] - middles[part]) * steps[:, None]).nansum(0)
-            excess[_WAITS] = 0
-            entry = run.ranks[ranks[index]]
-            row: dict[str, Any] = {"rank": ranks[index], "host": entry.host, "where": NAMES[excess.argmax()]}
-            row |= {"percent": 100 * lost / float((middle[part] * steps).nansum()), "seconds_lost": lost}
-            row["first_step"] = max(part.start * run.width, 1)
-            row["last_step"] = min(part.stop * run.width - 1, entry.last_step)
-            found.append(row)
+            part = sums[:, bins[0] : bins[-1] + 1].sum(1)
+            means, entry = per_step(part), run.ranks[ranks[index]]
+            busy = busy_seconds(means)
+            middle, lost = float(busy.nanmedian()), (means[index] - means.nanmedian(0).values)[1:]
+            lost[_WAITS] = 0
+            percent = 100 * (float(busy[index]) / middle - 1)
+            row: dict[str, Any] = {"rank": ranks[index], "host": entry.host, "percent": percent}
+            row |= {"where": NAMES[lost.argmax()], "first_step": max(bins[0] * run.width, 1)}
+            row["last_step"] = min((bins[-1] + 1) * run.width - 1, entry.last_step)
+            row["seconds_lost"] = float((busy[index] - middle) * part[index, COUNT])
+            found += [row] * (percent > 100 * (_SLOWER - 1))
     return sorted(found, key=lambda row: -row["seconds_lost"])
+
+
+def _are_slow(sums: Tensor) -> Tensor:
+    busy = busy_seconds(per_step(sums))
+    return busy > _SLOWER * busy.nanmedian(0).values
 
 
 def busy_seconds(means: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _MOST_ROWS, _MOST_EVENTS = 60, 12, 40
+_QUIET = ("start", "end", "check")
 _PAUSE_S = 1800.0
 
 
@@ -29,7 +30,7 @@ def as_text(summary: dict[str, Any]) -> str:
     for name, curve in summary["curves"].items():
         shown = {name: curve["mean"]} | ({f"{name}, most": curve["most"]} if "rank" in curve else {})
         curves += [f"{title:{names}}  {sparkline(values)}" for title, values in shown.items() if values]
-    events = [event_text(row) for row in summary["events"] if row["kind"] not in ("start", "end")]
+    events = [event_text(row) for row in summary["events"] if row["kind"] not in _QUIET]
     parts = {
         f"fabric report {summary['directory']}: {headline(summary)}": facts(summary),
         "failures": summary["failures"],
@@ -116,7 +117,8 @@ def _minute(run: RunAggregate, summary: dict[str, Any], before: dict[int, Tensor
         words.append(f"{1000 * float(means[:, 0].nanmean()):,.4g} ms per step")
         words += [f"rank {ranks[slowest]}: +{percent:.0f} %"] * (percent > 15)
     else:
-        words.append(f"no record for {time.time() - max([run.ranks[rank].end for rank in ranks]):,.0f} s")
+        newest = max([run.ranks[rank].end for rank in ranks])
+        words.append(f"no record for {max(time.time() - newest, 0):,.0f} s")
     logged = [(name, curve["mean"][-1]) for name, curve in summary["curves"].items() if "least" in curve]
     return "  ".join(words + [f"{name} {value:.4g}" for name, value in logged[:4]])
 

@@ -257,7 +257,9 @@ def test_a_thousand_ranks_with_all_bins_are_a_page_of_less_than_10_mb(tmp_path, 
     page = tmp_path / "report.html"
     assert 7e6 < page.stat().st_size < 10e6
     driver = browse(page)
-    areas = "document.querySelectorAll('.js-plotly-plot')[0].querySelectorAll('.scatterlayer .js-fill').length"
+    areas = (
+        "document.querySelectorAll('.js-plotly-plot')[0].querySelectorAll('.scatterlayer .js-fill').length"
+    )
     assert wait_for(driver, areas) == len(KINDS) + 1
     assert wait_for(driver, "document.querySelectorAll('.js-plotly-plot')[1]._fullData[0].z.length") == ranks
     print("seconds until loaded:", driver.execute_script("return performance.now()"))
