@@ -77,6 +77,21 @@ def test_logged_values_and_events_keep_their_count_and_extremes_in_wider_bins(tm
     assert sum(row["count"] for row in saves) == 20
 
 
+def test_events_of_one_bin_have_the_text_of_the_first_and_the_longest_seconds(tmp_path):
+    begin = time.time() - 10_000
+    for rank, (later, seconds) in enumerate([(2.0, 0.1), (0.0, 0.9), (1.0, 0.4)]):
+        events = [(5, "save", {"path": f"of {rank}", "seconds": seconds})]
+        write_rank(tmp_path, rank, 3, steps_of(8), begin=begin + later, events=events)
+    (save,) = [row for row in report(tmp_path)["events"] if row["kind"] == "save"]
+    assert {name: save[name] for name in ("rank", "step", "count", "seconds", "text")} == {
+        "rank": 1,
+        "step": 5,
+        "count": 3,
+        "seconds": 0.9,
+        "text": "of 1",
+    }
+
+
 def test_a_torn_last_record_is_ignored(tmp_path):
     events = [(40, "save", {"path": "a.pt", "seconds": 1.0})]
     path = write_rank(tmp_path, 0, 1, steps_of(40), events=events, last=None)
