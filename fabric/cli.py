@@ -180,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
     merge.add_argument("--force", action="store_true", help="replace the file if it exists, without asking")
     _add_doctor(commands)
+    _add_report(commands)
     plan = _plan_parser(commands)
     for command in (run, check, plan):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
@@ -206,6 +207,22 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
 
 
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show where the time of a run goes, its failures and its logged values",
+        description="Write one HTML file from what Fabric(report=DIR) has recorded, also during the run.",
+        allow_abbrev=False,
+    )
+    report.add_argument("directory", metavar="DIR", help="the directory of the run")
+    kinds = report.add_mutually_exclusive_group()
+    kinds.add_argument("--out", metavar="FILE", help="the page; default: DIR/report.html")
+    kinds.add_argument("--text", action="store_true", help="print it as text in place of the page")
+    kinds.add_argument("--json", action="store_true", help="print the aggregated numbers as a JSON object")
+    kinds.add_argument("--follow", action="store_true", help="print a line a minute until the run has ended")
+    report.add_argument("--interval", metavar="S", default="60", help="seconds between these; default: 60")
+
+
 def _plan_parser(commands: Any) -> Any:
     plan = commands.add_parser(
         "plan",
@@ -219,6 +236,10 @@ def _plan_parser(commands: Any) -> Any:
     plan.add_argument("--fake", action="store_true", help="tensors without values: models need no memory")
     plan.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
     return plan
+
+
+def _report(options: argparse.Namespace) -> int:
+    return int(use_slice("report command").run_report(options))
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -418,7 +439,8 @@ def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> 
     print_line(f"{count * nodes} ranks, {count} of them on this machine")
 
 
-_COMMANDS = {"run": _run, "check": _check, "consolidate": _consolidate, "doctor": _doctor, "plan": _plan}
+_COMMANDS = {"run": _run, "check": _check, "consolidate": _consolidate, "doctor": _doctor}
+_COMMANDS |= {"plan": _plan, "report": _report}
 
 if __name__ == "__main__":
     sys.exit(main())

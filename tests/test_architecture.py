@@ -267,6 +267,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.throughput": set(),
     "fabric.tools.doctor": set(),
     "fabric.tools.plan": set(),
+    "fabric.tools.report": {"fabric.report"},
     "fabric.utilities.spike": set(),
     "fabric.watchdog": {"fabric.guard"},
 }

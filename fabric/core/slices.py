@@ -26,6 +26,7 @@ SLICES = {
     "progress": "fabric.progress.progress",
     "replicas": "fabric.replicas.check",
     "report": "fabric.report.part",
+    "report command": "fabric.tools.report.command",
     "safetensors": "fabric.checkpoint.formats.safetensors",
     "sharded directory": "fabric.checkpoint.formats.sharded.directory",
     "sharded reader": "fabric.checkpoint.formats.sharded.dcp",

@@ -1,0 +1,1 @@
+"""`fabric report`: the files of a run as one page, as text or as JSON."""
