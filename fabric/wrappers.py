@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from functools import cache
+from functools import cache, wraps
 from operator import contains, delitem, getitem, setitem
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -157,11 +157,22 @@ class _FabricModule(Module):
                 state_dict[prefix + key] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, for the user's module and the modules around it."""
-        self.__dict__["training"] = mode
-        self._forward_module.train(mode)
+    def train(self, mode: bool = True, *args: Any, **kwargs: Any) -> Self:
+        """Set training or evaluation mode, for the user's module and the modules around it.
+
+        `args` and `kwargs` are for a `train` of the user's.
+        """
+        if args or kwargs:
+            self.module.train(mode, *args, **kwargs)
+            self._follow_mode()
+        else:
+            self.__dict__["training"] = mode
+            self._forward_module.train(mode)
         return self
+
+    def _follow_mode(self) -> None:
+        """Set the mode of the user's module for the modules around it, too."""
+        self.__dict__["training"] = self._forward_module.training = self.module.training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -230,6 +241,29 @@ class _FabricModule(Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
+
+
+def _or_users(name: str) -> Callable[..., Any]:
+    """Return a method of nn.Module that calls the user's module, if its class overrides the method."""
+    plain = getattr(Module, name)
+
+    @wraps(plain)
+    def call(model: _FabricModule, *args: Any, **kwargs: Any) -> Any:
+        original = model.__dict__.get("_fabric_original")  # None: while copying or unpickling
+        if original is None or getattr(type(original), name, plain) is plain:
+            return plain(model, *args, **kwargs)
+        result = getattr(original, name)(*args, **kwargs)
+        model._follow_mode()
+        return model if result is original else result
+
+    return call
+
+
+for _name in (
+    *("eval", "requires_grad_", "parameters", "named_parameters", "buffers", "named_buffers", "children"),
+    *("named_children", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"),
+):
+    setattr(_FabricModule, _name, _or_users(_name))
 
 
 class _FabricContainer(_FabricModule):
