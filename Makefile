@@ -14,13 +14,14 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: docs demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
+.PHONY: docs dist demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    the same loop on 2 processes and on 1, side by side"
 	@echo "make test    lint, types and the tests but for the slow ones"
 	@echo "make test-all   those, make docs, whole jobs under every launcher (slow), make test-device and make test-engines"
+	@echo "make dist    a wheel and an sdist in dist/; the wheel runs an example in a fresh environment"
 	@echo "make docs    these pages as a site: site/index.html (needs no torch)"
 	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
@@ -90,11 +91,25 @@ docs:
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
+# What a release consists of. The wheel is installed beside a fresh torch, and runs the demo from another folder.
+dist:
+	@test -d .venv-dist || $(PYTHON) -m venv .venv-dist
+	@.venv-dist/bin/python -m pip -qq --disable-pip-version-check --no-input install build
+	@rm -rf dist .venv-dist/fresh
+	@.venv-dist/bin/python -m build --outdir dist . > .venv-dist/build.log 2>&1 || { cat .venv-dist/build.log; exit 1; }
+	@$(PYTHON) -m venv .venv-dist/fresh
+	@echo "installing $(TORCH) and $$(ls dist/*.whl) into .venv-dist/fresh (a large download)"
+	@.venv-dist/fresh/bin/python -m pip -qq --disable-pip-version-check --no-input install $(TORCH)
+	@.venv-dist/fresh/bin/python -m pip -qq --disable-pip-version-check --no-input install "$$(ls dist/*.whl)[examples]"
+	@cd .venv-dist && fresh/bin/python -c "import fabric; print(fabric.__file__)" | grep -q /site-packages/
+	@cd .venv-dist && fresh/bin/python $(CURDIR)/examples/demo.py
+	@ls -l dist
+
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) .venv-docs .venv-engines .venv-pythons .venv-torch site
+	rm -rf $(VENV) .venv-dist .venv-docs .venv-engines .venv-pythons .venv-torch dist site
 
 # The extra `docs` without the package itself and its torch.
 DOCS := "mkdocs>=1.6" "mkdocs-material>=9.5" "mkdocstrings[python]>=0.27" ruff

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.batch_size.search import BatchSize
     from fabric.core.types import PathLike
     from fabric.loggers.logger import Logger
     from fabric.strategies.strategy import Strategy
@@ -320,6 +321,32 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         """
         wrapped = check_forward_module(module, "fabric.no_backward_sync")
         return self._strategy.no_backward_sync(wrapped, enabled) if enabled else nullcontext()
+
+    def find_batch_size(self, step: Callable[[int], Any], *, start: int = 8, global_batch: int) -> BatchSize:
+        """Return the largest batch size of a rank whose training step fits on every rank, and how many such
+        batches make the global batch. All ranks must call this.
+
+            batch_size, accumulation = fabric.find_batch_size(step, global_batch=512)
+
+        Tries sizes that divide the rows of a rank: doubled from `start`, then by bisection. Each try runs two
+        steps, since the first one creates the optimizer states. In them ranks exchange nothing but the calls
+        of verbs, so that no rank waits for one that is out of memory. Afterwards models, optimizers,
+        schedulers, loaders, the loss scale and random states are as before.
+
+        Args:
+            step: `step(batch_size)` runs forward, backward and the optimizer's step on so many rows.
+            start: The first size.
+            global_batch: Rows per optimizer step of all ranks together.
+
+        Raises:
+            ArgumentTypeError: `step` is not a function, or a number is not an int.
+            ConfigurationError: A number is less than 1; the ranks cannot share `global_batch` equally; the
+                device is the CPU; steps of the strategy need other ranks.
+            UsageError: A batch size of 1 does not fit; no model is set up; parameters have gradients.
+            RankError: The step failed on another rank.
+        """
+        self._require_launch("find_batch_size()")
+        return use_slice("batch size").find_batch_size(self._strategy, step, start, global_batch)  # type: ignore[no-any-return]
 
     def to_device(self, obj: Any) -> Any:
         """`obj` on this process's device: a module (moved in place), a tensor, or a nesting of tensors."""

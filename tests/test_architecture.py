@@ -45,6 +45,7 @@ ORDER = [
     ["fabric.checkpoint"],
     ["fabric.plugins"],
     [
+        "fabric.batch_size",
         "fabric.checks",
         "fabric.guard",
         "fabric.metrics",
@@ -226,6 +227,7 @@ def test_nobody_imports_integrations():
 # Folders that can be deleted, each with the slices that it imports. The rest is the kernel.
 _SHARDED = "fabric.checkpoint.formats.sharded"
 NEEDS: dict[str, set[str]] = {
+    "fabric.batch_size": set(),
     "fabric.checkpoint.background": set(),
     _SHARDED: {"fabric.checkpoint.formats.safetensors"},
     "fabric.checkpoint.formats.safetensors": set(),
@@ -280,6 +282,7 @@ PATHS = {
 }
 # What annotations of the kernel name under TYPE_CHECKING, so that users' type checkers know it.
 TYPES = {
+    "BatchSize",
     "ContextParallel",
     "Logger",
     "PendingSave",
@@ -473,6 +476,7 @@ def test_links_between_pages_lead_somewhere():
     assert len(found) > len(pages)
     assert [f"{page}: {link}" for page, link in found if not (page.parent / link).exists()] == []
     assert (ROOT / "README.md").stat().st_size <= 10_000, "the README is one page: move it to a folder's"
+    assert (ROOT / "CONTRIBUTING.md").stat().st_size <= 12_000, "one page, too"
 
 
 def test_no_assert_stands_for_an_error():

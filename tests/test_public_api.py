@@ -36,6 +36,7 @@ Fabric(*, accelerator='auto', strategy='auto', devices='auto', num_nodes=1, prec
     .clip_gradients(module, optimizer, clip_val=None, max_norm=None, norm_type=2.0, error_if_nonfinite=True)
     .normalize_gradients(module, num_items, *, optimizer=None)
     .autocast()
+    .find_batch_size(step, *, start=8, global_batch)
     .to_device(obj)
     .print(*args, **kwargs)
     .progress(batches, desc=None, *, show=None, **settings)

@@ -16,7 +16,11 @@ PAGES = {
     "fabric": (
         "Fabric",
         "The class of the loop. Its verbs are collectives: all ranks must call them.",
-        ["fabric", "fabric.wrappers:_FabricModule,_FabricOptimizer,_FabricDataLoader"],
+        [
+            "fabric",
+            "fabric.wrappers:_FabricModule,_FabricOptimizer,_FabricDataLoader",
+            "fabric.batch_size.search:BatchSize",
+        ],
     ),
     "strategies": (
         "Strategies",

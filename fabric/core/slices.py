@@ -12,6 +12,7 @@ from fabric.core.errors import ConfigurationError
 
 SLICES = {
     "background": "fabric.checkpoint.background.pending",
+    "batch size": "fabric.batch_size.search",
     "call check": "fabric.guard.call_checker",
     "check": "fabric.testing.check",
     "doctor": "fabric.tools.doctor.command",

@@ -163,6 +163,11 @@ class Layout(Part):
         """Run a backward pass, `run(tensor, *args, **kwargs)`. Subclasses add work before and after it."""
         run(tensor, *args, **kwargs)
 
+    def reset_reductions(self) -> None:
+        """Discard passes that did not end, so that ranks reduce gradients as after setup. All ranks must call
+        this, since the order of messages changes.
+        """
+
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:

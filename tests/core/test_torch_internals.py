@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import fabric
+from fabric.batch_size import _torch as batch_size
 from fabric.checkpoint.formats.sharded import _torch as sharded
 from fabric.core import _torch as core
 from fabric.core.torch_versions import collectives_recorded
@@ -729,6 +730,27 @@ def test_groups_have_names_and_requests_can_be_done():
     """fabric plan: without them no strategy runs on a process group without other ranks."""
     assert isinstance(plan.group_names(), dict)
     assert plan.finished([torch.ones(1)]).wait()
+
+
+def without_other_ranks() -> None:
+    rank = torch.distributed.get_rank()
+    with batch_size.local_collectives():
+        if rank:
+            row = torch.full((2,), float(rank))
+            torch.distributed.all_reduce(row)
+            rows = torch.empty(2, 2)
+            torch.distributed.all_gather([*rows], row)
+            assert rows.tolist() == [[1.0, 1.0]] * 2
+            tensors, _ = batch_size.kept_values([row])
+            assert tensors[0] is row
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    assert total == 2
+
+
+def test_collectives_can_be_local(ranks: RankPool) -> None:
+    """fabric.find_batch_size: ranks would wait for a rank that is out of memory."""
+    ranks.run(without_other_ranks, world_size=2)
 
 
 def as_an_accelerator() -> None:

@@ -43,18 +43,27 @@ def build_buckets(replica: Any) -> None:
     replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
 
 
-def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
+def renew_reducer(replica: Any, trained: list[torch.nn.Parameter], free: bool = False) -> None:
     """Give a replica whose backward failed a new reducer with its own memory.
 
     Reductions that the old reducer started complete later, in memory that is not read any more.
+
+    Args:
+        replica: The replica.
+        trained: Its parameters.
+        free: Free the old memory first. After an error the replica has no reducer then.
     """
     group = replica.process_group
     frozen = [p for p in trained if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)  # the new reducer must manage the same parameters as at setup
-    replica.reducer._remove_autograd_hooks()  # a compiled graph of the model may keep the old reducer alive
+    if replica.reducer is not None:
+        replica.reducer._remove_autograd_hooks()  # a compiled graph may keep the old reducer alive
     replica.process_group = torch.distributed.group.WORLD  # __getstate__ refuses any other group
-    replica.__setstate__(replica.__getstate__())
+    state = replica.__getstate__()
+    if free:
+        replica.reducer = replica.logger = None
+    replica.__setstate__(state)
     for parameter in frozen:
         parameter.requires_grad_(False)
     replica._has_rebuilt_buckets = False

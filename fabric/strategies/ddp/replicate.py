@@ -151,8 +151,7 @@ class Replicate(Layout):
     def no_sync(self, wrapped: Module) -> Iterator[None]:
         """Context of DDP's no_sync; its replicas are marked as unsynchronised until a backward averages them.
 
-        Before a step or clip with such gradients ranks compare them, since the loop may have dropped them, or
-        averaged them itself. A loop that averages before each step compares nothing.
+        Ranks compare such gradients before a step or clip: the loop may have dropped or averaged them.
         """
         replica = self._replica_of(wrapped)
         if replica is None:
@@ -282,10 +281,9 @@ class Replicate(Layout):
         try:
             run(tensors, *args, **kwargs)
         except BaseException as error:
-            for replica in [replica for replica in syncing if not _is_finished(replica)]:
-                renew_reducer(replica, self._replicas[replica].trained)
-                self._replicas[replica].views = {}
-                self._failed = True
+            failed = [replica for replica in syncing if not _is_finished(replica)]
+            self.reset_reductions(failed)
+            self._failed = self._failed or bool(failed)
             if isinstance(error, RuntimeError) and syncing:
                 from fabric.strategies.error_translation import translate_ddp_error
 
@@ -307,6 +305,12 @@ class Replicate(Layout):
         for replica in syncing:
             self._finish_reduction(replica)
         self._broadcast_buffers(syncing)
+
+    def reset_reductions(self, replicas: list[DistributedDataParallel] | None = None) -> None:
+        """Renew reducers: after errors on some ranks their buckets differ. All ranks must call this."""
+        for replica in [*self._replicas] if replicas is None else replicas:
+            self._replicas[replica].views = {}
+            renew_reducer(replica, self._replicas[replica].trained, free=replicas is None)
 
     def _broadcast_buffers(self, syncing: list[DistributedDataParallel]) -> None:
         """Broadcast buffers after a training backward; DDP does it before each forward."""
@@ -350,11 +354,8 @@ class Replicate(Layout):
         return self.channel
 
     def teardown(self) -> None:
-        """Release the process group; replicas cannot run after this.
-
-        A reducer's reference to a group keeps the backend's threads alive. A thread that frees a tensor
-        during interpreter shutdown needs the GIL, and the process exits by SIGABRT.
-        """
+        """Release the process group; replicas cannot run after this."""
+        # Its threads could free a tensor during interpreter shutdown, and the process would exit by SIGABRT.
         for replica in self._replicas:
             replica.__dict__.update(reducer=None, logger=None, process_group=None)
         self._frozen.clear()
@@ -365,8 +366,7 @@ class Replicate(Layout):
         Raises:
             UsageError: The model was converted: the writing graph node is not the one with DDP's hook.
         """
-        replica = ref()
-        if replica is None:
+        if (replica := ref()) is None:
             return
         state = self._replicas[replica]
         synced = replica.require_backward_grad_sync and not replica.find_unused_parameters

@@ -1,0 +1,244 @@
+"""`fabric.find_batch_size`: arguments, and steps on the host whose error of memory is raised by hand.
+
+tests/pretend/test_batch_size_device.py has those of a device with a limit.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.batch_size import search
+from fabric.batch_size.undo import StepUndo
+from fabric.core.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    UsageError,
+)
+
+
+def on(device, monkeypatch):
+    """A Fabric whose device has this type for the check of arguments."""
+    fabric = Fabric(accelerator="cpu")
+    monkeypatch.setattr(type(fabric.strategy), "root_device", torch.device(device))
+    return fabric
+
+
+def step(batch_size):
+    raise AssertionError("no try is expected")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (
+            {"step": 3},
+            ArgumentTypeError,
+            "got 3 as step. It calls step(batch_size) with several sizes. Write `def ",
+        ),
+        (
+            {"start": 0},
+            ConfigurationError,
+            "start=0 is no number of rows. Write an int of 1 or more: start=8.",
+        ),
+        (
+            {"start": 2.0},
+            ArgumentTypeError,
+            "start=2.0 is no number of rows. Write an int of 1 or more: start=8.",
+        ),
+        (
+            {"global_batch": True},
+            ArgumentTypeError,
+            "global_batch=True is no number of rows. Write an int of",
+        ),
+        ({"global_batch": -4}, ConfigurationError, "global_batch=-4 is no number of rows. Write an int of 1"),
+        (
+            {},
+            UsageError,
+            "found no model that is set up, to restore it. Write model, optimizer = fabric.setup(",
+        ),
+    ],
+)
+def test_bad_arguments(monkeypatch, given, kind, text):
+    fabric = on("meta", monkeypatch)
+    with pytest.raises(kind, match=re.escape(text)):
+        fabric.find_batch_size(**{"step": step, "global_batch": 8, **given})
+
+
+def test_the_host_has_no_limit():
+    text = (
+        "The host's memory has no limit that ends in an error: the kernel ends the process. Write Fabric(acc"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        Fabric(accelerator="cpu").find_batch_size(step, global_batch=8)
+
+
+def test_launch_is_required():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    with pytest.raises(UsageError, match=r"find_batch_size\(\) was used before fabric.launch\(\)"):
+        fabric.find_batch_size(step, global_batch=8)
+
+
+def test_gradients_are_in_the_way(monkeypatch):
+    fabric = on("cpu", monkeypatch)
+    model = fabric.setup(nn.Linear(2, 2))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    monkeypatch.setattr(type(fabric.strategy), "root_device", torch.device("meta"))
+    text = "found gradients, which the tries would change. Write optimizer.zero_grad() before it."
+    with pytest.raises(UsageError, match=re.escape(text)):
+        fabric.find_batch_size(step, global_batch=8)
+
+
+# tries on the host, where the step itself raises the error of memory
+
+
+class Net(nn.Module):
+    """Has buffers, random numbers, a counter that is no tensor, and a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+        self.calls, self.seen = 0, torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += x.sum()
+        return self.layers(x)
+
+
+class Full(torch.autograd.Function):
+    """Identity whose backward is out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("sim:0: out of memory. Tried to allocate 3 GB.")
+
+
+class Run:
+    """Two steps of training, then what `meanwhile` does, then three steps more."""
+
+    def __init__(self, strategy, precision, meanwhile):
+        world = dist.get_world_size()
+        self.fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision)
+        self.fabric.launch()
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        rows = torch.randn(24 * world, 4)
+        loader = DataLoader(TensorDataset(rows), batch_size=4, shuffle=True)
+        self.loader = self.fabric.setup_dataloaders(loader)
+        self.found = []
+        for at in range(5):
+            if at == 2:
+                meanwhile(self)
+            self.step(4)
+        state = self.fabric.strategy.get_module_state_dict(self.model)
+        self.found += [
+            state,
+            self.model.calls,
+            self.model.seen,
+            torch.rand(3),
+            self.optimizer.param_groups[0]["lr"],
+        ]
+        self.position = self.loader.state_dict()
+        self.fabric.strategy.teardown()
+
+    def step(self, batch_size, full=""):
+        (rows,) = next(iter(self.loader))
+        if full == "forward":
+            raise torch.OutOfMemoryError("sim:0: out of memory. Tried to allocate 3 GB.")
+        out = self.model(rows[:batch_size])
+        out = Full.apply(out) if full == "backward" else out
+        loss = out.pow(2).mean()
+        self.fabric.backward(loss)
+        self.found.append(self.fabric.all_reduce(loss.detach()).item())
+        self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+        if full == "step":
+            raise RuntimeError("CUDA error: out of memory") from None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+def tries(run):
+    last = dist.get_world_size() - 1
+    undo, kept = StepUndo(run.fabric.strategy), run.found
+    texts = []
+    for full in ("", "forward", "backward", "step", ""):
+
+        def step(size, full=full):
+            run.step(size, full if run.fabric.global_rank == last else "")
+
+        run.found = []
+        texts.append(search._out_of_memory(run.fabric.strategy, step, 3, undo))
+        assert [p.grad for p in run.model.parameters() if p.grad is not None] == []
+    run.found = kept
+    memory = f"rank {last}: sim:0: out of memory"
+    assert texts == ["", memory, memory, f"rank {last}: CUDA error: out of memory", ""]
+
+
+def compared(strategy, precision):
+    plain, tried = Run(strategy, precision, lambda run: None), Run(strategy, precision, tries)
+    torch.testing.assert_close(tried.found, plain.found, rtol=0, atol=0)
+    assert tried.position == plain.position
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_tries_are_undone_and_no_rank_waits(ranks, strategy, world):
+    ranks.run(compared, strategy, "32-true", world_size=world)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_loss_scale_is_as_before(ranks, strategy):
+    ranks.run(compared, strategy, "16-mixed", world_size=2)
+
+
+def failing(kind):
+    strategy = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    strategy.launch()
+    fabric, model = strategy, strategy.setup(nn.Linear(2, 1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(32, 2)), batch_size=2))
+    begun = iter(loader)
+    next(begun)
+
+    def step(size):
+        if kind == "position":
+            next(begun)
+        if kind == "step" and fabric.global_rank:
+            raise KeyError("labels")
+        if kind == "verb" and fabric.global_rank:
+            fabric.barrier()
+        fabric.backward(model(torch.ones(size, 2)).sum())
+        fabric.all_reduce(torch.ones(1))
+
+    try:
+        search._out_of_memory(fabric.strategy, step, 2, StepUndo(fabric.strategy))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        fabric.strategy.teardown()
+
+
+def test_other_errors_end_the_search_on_all_ranks(ranks):
+    for world in (2, 3):
+        first, *others = ranks.run(failing, "step", world_size=world)
+        assert first == "RankError: The step failed with a batch size of 2 on rank 1: KeyError: 'labels'"
+        assert others == ["KeyError: 'labels'"] * (world - 1)
+        for text in ranks.run(failing, "verb", world_size=world):
+            assert text.startswith("CollectiveMismatch: ")
+        for text in ranks.run(failing, "position", world_size=world):
+            assert (
+                "took a batch of an iteration that had begun before. Its position cannot be restored. Write"
+                in text
+            )
