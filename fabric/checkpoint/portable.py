@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fabric.core._torch import no_subclass_functions
 from fabric.core.errors import ArgumentTypeError
@@ -27,10 +28,10 @@ TAG = "__fabric_type__"
 
 
 def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
-    """Return the placeholder of a tensor that another rank writes: a marked tensor on the meta device."""
-    shape = torch.empty_like(value, device="meta")
-    shape.kept_elsewhere = True  # type: ignore[attr-defined]
-    return shape
+    """Return the placeholder of a tensor for other ranks: on the meta device, with this rank as its owner."""
+    placeholder = torch.empty_like(value, device="meta")
+    placeholder.owner = dist.get_rank() if dist.is_initialized() else 0  # type: ignore[attr-defined]
+    return placeholder
 
 
 def elsewhere(value: Any) -> Any:
@@ -39,8 +40,14 @@ def elsewhere(value: Any) -> Any:
 
 
 def is_elsewhere(value: Any) -> bool:
-    """Whether `kept_elsewhere` has made it."""
-    return getattr(value, "kept_elsewhere", False)
+    """Whether a value is a placeholder that `kept_elsewhere` has made."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "owner") and value.is_meta
+
+
+def owner_of(placeholder: Any) -> int:
+    """Return the global rank that has the values of a placeholder."""
+    owner: int = placeholder.owner
+    return owner
 
 
 class LazyTensor(torch.Tensor):

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import ZipFile
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +36,8 @@ from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.description import read_description
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
-from fabric.checkpoint.portable import LazyTensor, is_elsewhere
+from fabric.checkpoint.formats.sharded.plan import chunks_to_write, describe
+from fabric.checkpoint.portable import LazyTensor, is_elsewhere, owner_of
 from fabric.checkpoint.snapshot import Snapshot, storage_key, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving
 from fabric.core.errors import ConfigurationError, UsageError
@@ -45,9 +46,11 @@ from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+
+    from fabric.checkpoint.formats.sharded.plan import Chunk
 
 
 _LARGE = 16 << 20
@@ -76,90 +79,84 @@ class ShardWriter:
 
     Args:
         tree: The checkpoint, alike on all ranks: of a split tensor a rank has its part (a DTensor), of
-            one that other ranks have, its shape (`kept_elsewhere`).
+            one that other ranks have, a placeholder (`kept_elsewhere`).
+        rank: Its number in the save, and in the name of its file.
     """
 
-    def __init__(self, tree: dict[str, Any]) -> None:
+    def __init__(self, tree: dict[str, Any], rank: int = 0) -> None:
+        self.rank = rank
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.tied: dict[str, str] = {}
         self._first: dict[Any, str] = {}
-        # Rank zero's values count where several ranks have some.
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         self.tree = self._flatten(tree, ())
 
     @property
-    def open(self) -> list[str]:
-        """The names of what other ranks write, or parts of it."""
-        return [k for k, value in self.values.items() if isinstance(value, DTensor) or is_elsewhere(value)]
+    def owners(self) -> dict[str, int]:
+        """Owners, as global ranks, of the values of which this rank has placeholders."""
+        return {name: owner_of(value) for name, value in self.values.items() if is_elsewhere(value)}
 
-    def plan(self, names: Sequence[str]) -> Any:
-        """Return a plan of the values in `names` that this rank can write."""
-        # Rank zero may not know that two values that it does not have are one.
-        held = {name: self.tied.get(name, name) for name in names}
-        held = {name: self.values[first] for name, first in held.items() if first in self.values}
-        own = {name: value for name, value in held.items() if not is_elsewhere(value)}
-        self._planner.set_up_planner(own)
-        return self._planner.create_local_plan()
+    def plan(self, owners: Mapping[str, int], root: int = 0, rank: int = 0) -> list[Chunk]:
+        """Choose what this rank writes, without communication; return the list of its chunks.
 
-    def agree(self, plans: list[Any], rank: int) -> None:
-        """Choose what this rank writes, of what all ranks could.
+        Args:
+            owners: Rank zero's `owners`.
+            root: Rank zero's global rank.
+            rank: This global rank.
+        """
+        # Rank zero may not know that two values are one of which it has placeholders.
+        tied = [(name, self.values[self.tied[name]]) for name in owners if name in self.tied]
+        chosen = chunks_to_write([*self.values.items(), *tied], owners, root, rank)
+        self._parts = [value for _, value in chosen]
+        return [chunk for chunk, _ in chosen]
+
+    def describe(self, plans: Iterable[list[Chunk]]) -> None:
+        """On rank zero: describe the checkpoint, from the chunks of each rank.
 
         Raises:
-            UsageError: No rank has a value, or the parts do not make up a tensor.
+            UsageError: No rank has a value, or the chunks do not make up a tensor.
         """
-        try:
-            plans, self._metadata = self._planner.create_global_plan(plans)
-        except ValueError as error:
-            raise UsageError(f"The ranks hold parts that do not make up one tensor: {error}") from error
-        lost = [name for name in self.values if name not in self._metadata.state_dict_metadata]
-        if lost and rank == 0:
-            raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
-        self._plans, self._rank = plans, rank
+        self._metadata, self._keys = describe(self.values, plans)
 
     def copy(self) -> None:
-        """Take copies, in host memory, of what this rank writes: from now on the values may change."""
-        values = self._planner.state_dict
-        for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
-            values[name] = _copied(values[name])
+        """Copy what this rank writes to host memory: from now on the values may change."""
+        self._parts = [_copied(part) for part in self._parts]
 
     def write(self, directory: Path) -> list[Any]:
-        """Write this rank's file; gives, for JSON, what lies where in it, and its size and digest."""
-        places: list[Any] = []
+        """Write this rank's file; return for JSON: the length of each chunk in it, its size and its digest."""
+        lengths: list[int] = []
         digests: dict[str, Any] = {}
-        items = self._plans[self._rank].items
-        name = _file_of(self._rank)
-        if items:
+        name = _file_of(self.rank)
+        if self._parts:
             with saving(), _writing(directory / name, digests) as stream:
-                for item in items:
+                for part in self._parts:
                     start = stream.tell()
-                    if item.type is WriteItemType.BYTE_IO:
-                        value = self._planner.state_dict[item.index.fqn]
-                        torch.save(value.value if isinstance(value, Pickled) else value, stream)
+                    if isinstance(part, torch.Tensor):
+                        _write_archive(part.detach(), stream)
                     else:
-                        part: Any = self._planner.resolve_data(item)
-                        _write_archive(part, stream)
-                    at = item.index
-                    offset = None if at.offset is None else [*at.offset]
-                    places.append([at.fqn, offset, at.index, start, stream.tell() - start])
-        return [places, digests.get(name)]
+                        torch.save(part.value if isinstance(part, Pickled) else part, stream)
+                    lengths.append(stream.tell() - start)
+        return [lengths, digests.get(name)]
 
-    def finish(self, directory: Path, told: list[Any], facts: Any) -> None:
-        """On rank zero: write what describes the whole checkpoint, of what `write` gave on each rank."""
+    def finish(self, directory: Path, written: list[Any], facts: Any) -> None:
+        """On rank zero: write the metadata and the manifest, from what `write` returned on each rank."""
         places: dict[Any, Any] = {}
         files: dict[str, Any] = {}
-        for rank, (some, digest) in enumerate(told):
-            name = _file_of(rank)
-            for fqn, offset, number, start, length in some:
-                at = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
-                places[at] = place_in_file(name, start, length)
+        for rank, (lengths, digest) in enumerate(written):
+            name, start = _file_of(rank), 0
+            for key, length in zip(self._keys[rank], lengths, strict=True):
+                if key is not None:
+                    places[key] = place_in_file(name, start, length)
+                start += length
             if digest is not None:
                 files[name] = digest
         metadata: Any = self._metadata
+        ties: dict[str, list[str]] = {}
         for name, first in self.tied.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
-            same = {replace(at, fqn=name): place for at, place in places.items() if at.fqn == first}
-            places.update(same)
+            ties.setdefault(first, []).append(name)
+        for key, place in [*places.items()]:
+            places.update({replace(key, fqn=name): place for name in ties.get(key.fqn, ())})
         metadata.storage_data, metadata.planner_data, metadata.fabric_tree = places, self.paths, self.tree
         metadata.version = "1.0.0"  # of torch's format
         with _writing(directory / METADATA, files) as stream:

@@ -9,20 +9,24 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.checkpoint import state as states
 from fabric.checkpoint.atomic_write import hold, is_held, is_safetensors, named, put_in_place, remove
 from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
+from fabric.collectives.reduce import reduce_tree
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.launch.garbage import gc_disabled
 from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from fabric.checkpoint.formats.sharded.dcp import ShardWriter
+    from fabric.checkpoint.formats.sharded.plan import Chunk
     from fabric.core.types import Filter, PathLike
 
 FORMATS = ("full", "sharded")
@@ -84,15 +88,16 @@ def save_sharded(
         with _together(strategy, path):
             from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 
-            own = ShardWriter(tree)
+            own = ShardWriter(tree, rank)
             part = begin(path) if zero else None
-        directory, names = strategy.broadcast((part, own.open))
+        directory, owners = strategy.broadcast((part, own.owners))
         with _together(strategy, path):
-            plan = own.plan([*own.values] if zero else names)
+            chunks = own.plan(owners, strategy.root(0, None), here.job_rank)
             _check_shared(directory)
-        plans = strategy.all_gather_object(plan, label="save")
+        plans = _gather_plans(strategy, chunks)
         with _together(strategy, path):
-            own.agree(plans, rank)
+            if zero:
+                own.describe(plans)
             if not wait:
                 own.copy()
             mark = _mark(directory, rank)
@@ -182,6 +187,23 @@ def _was_killed(mark: Path) -> bool:
     with suppress(OSError):
         return mark.read_text() == socket.gethostname() and not is_held(mark) and mark.exists()
     return False
+
+
+def _gather_plans(strategy: Any, chunks: list[Chunk]) -> Iterable[list[Chunk]]:
+    """Return the chunks of each rank on rank zero, and nothing on other ranks. All ranks must call this."""
+    from fabric.checkpoint.formats.sharded.plan import pack_chunks, unpack_chunks
+
+    channel = strategy.channel()
+    if channel.world_size == 1:
+        return [chunks]
+    message = pack_chunks(chunks)
+    longest = int(reduce_tree(torch.tensor(len(message)), "max", channel, label="save"))
+    sent = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
+    sent = channel.transport.to_staging(sent)
+    count = channel.world_size if strategy.topology.is_global_zero else 0
+    rows = [torch.empty_like(sent) for _ in range(count)]
+    channel.collective.gather(sent, rows, strategy.root(0, None))
+    return (unpack_chunks(row.cpu().numpy().tobytes()) for row in rows)
 
 
 @contextmanager
