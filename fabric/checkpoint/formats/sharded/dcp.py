@@ -123,7 +123,7 @@ class ShardWriter:
         self._parts = [_copied(part) for part in self._parts]
 
     def write(self, directory: Path) -> list[Any]:
-        """Write this rank's file; return for JSON: the length of each chunk in it, its size and its digest."""
+        """Write this rank's file; return the lengths of its chunks, its size and its digest, for JSON."""
         lengths: list[int] = []
         digests: dict[str, Any] = {}
         name = _file_of(self.rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,8 +69,7 @@ def chunks_to_write(
             if not {owner, rank} <= ranks_of[mesh] or not _writes_replica(value, loads):
                 continue
             box = chunk_of(value)
-            if math.prod(box.sizes) or not any(box.offsets):  # else an empty shard at the end
-                chunks.append((Chunk(name, _kind(value), [*box.offsets], [*box.sizes]), value.to_local()))
+            chunks.append((Chunk(name, _kind(value), [*box.offsets], [*box.sizes]), value.to_local()))
         elif owner == rank and not is_elsewhere(value):
             shape = value.shape if isinstance(value, torch.Tensor) else ()
             chunks.append((Chunk(name, _kind(value), [0] * len(shape), [*shape]), value))
@@ -77,13 +77,18 @@ def chunks_to_write(
 
 
 def _writes_replica(tensor: DTensor, loads: dict[Any, list[int]]) -> bool:
-    """Whether this rank's replica of a shard is the one to write: that with the fewest elements so far."""
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    replica, count = 0, 1
-    for dim in dims:
-        replica = replica * mesh.size(dim) + coordinate[dim]  # type: ignore[index]
-        count *= mesh.size(dim)
+    """Whether this rank writes its shard: its replica has the fewest elements so far.
+
+    Of empty shards only that of a tensor without elements is written, once.
+    """
+    mesh: Any = tensor.device_mesh
+    replica, count, dims = 0, 1, []
+    for dim, (place, placement) in enumerate(zip(mesh.get_coordinate(), tensor.placements, strict=True)):
+        if placement.is_replicate():
+            replica, count = replica * mesh.size(dim) + place, count * mesh.size(dim)
+            dims.append(dim)
+        elif place and not tensor.to_local().numel():
+            replica = -1
     load = loads.setdefault((mesh, *dims), [0] * count)
     writer = load.index(min(load))
     load[writer] += tensor.numel()
@@ -111,8 +116,7 @@ def describe(
 ) -> tuple[Metadata, list[list[MetadataIndex | None]]]:
     """Return torch's description of a checkpoint, and for each rank the keys of its chunks in it.
 
-    The key is None for a chunk that the checkpoint does not need: rank zero lacks the name, or another rank
-    writes the same empty chunk.
+    The key is None for a chunk whose name rank zero lacks.
 
     Args:
         values: Rank zero's values.
@@ -123,46 +127,44 @@ def describe(
     """
     found: dict[str, Any] = {}
     keys: list[list[MetadataIndex | None]] = []
-    names = {name: name for name in values}  # one string for all ranks
+    known = {name: (name, _kind(value)) for name, value in values.items()}
     for rank, plan in enumerate(plans):
         keys.append([])
         for chunk in plan:
-            name = names.get(chunk.name)
-            keys[-1].append(None if name is None else _add(found, name, values[name], chunk, rank))
+            name, kind = known.get(chunk.name, (None, ""))
+            if name is not None and chunk.kind != kind and (chunk.kind or not is_elsewhere(values[name])):
+                raise UsageError(
+                    f"{name} is {chunk.kind or 'an object'} on rank {rank}, and {kind or 'an object'} on "
+                    "rank 0. One name in a checkpoint has one shape and dtype. Write different names."
+                )
+            keys[-1].append(None if name is None else _add(found, name, values[name], chunk))
     lost = [name for name in values if name not in found]
     if lost:
         raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
-    for name, known in found.items():
-        if isinstance(known, TensorStorageMetadata) and not _covers(known.size, known.chunks):
-            boxes = [f"{[*each.offsets]} + {[*each.sizes]}" for each in known.chunks]
+    for name, one in found.items():
+        if isinstance(one, TensorStorageMetadata) and not _covers(one.size, one.chunks):
+            boxes = [f"{[*each.offsets]} + {[*each.sizes]}" for each in one.chunks]
             raise UsageError(
-                f"The chunks of {name} on the ranks do not make up one tensor of shape {[*known.size]}: "
+                f"The chunks of {name} on the ranks do not make up one tensor of shape {[*one.size]}: "
                 f"{', '.join(boxes[:8])}{', ...' * (len(boxes) > 8)} (offsets + sizes). Write the same "
                 "placements on all ranks."
             )
     return Metadata(found), keys
 
 
-def _add(found: dict[str, Any], name: str, value: Any, chunk: Chunk, rank: int) -> MetadataIndex | None:
+def _add(found: dict[str, Any], name: str, value: Any, chunk: Chunk) -> MetadataIndex:
     """Add a chunk to the description; return its key."""
-    if not chunk.kind and (is_elsewhere(value) or not isinstance(value, torch.Tensor)):
+    if not chunk.kind:
         found[name] = BytesStorageMetadata()
         return MetadataIndex(name)
-    if chunk.kind != (expected := _kind(value)):
-        raise UsageError(
-            f"{name} is {chunk.kind or 'an object'} on rank {rank}, and {expected or 'an object'} on rank 0. "
-            "One name in a checkpoint has one shape and dtype. Write different names."
-        )
-    known = found.get(name)
-    if known is None:
+    tensor = found.get(name)
+    if tensor is None:
         local = value.to_local() if isinstance(value, DTensor) else value
         properties = TensorProperties.create_from_tensor(local)
-        known = found[name] = TensorStorageMetadata(properties, torch.Size(value.shape), [])
-    if known.chunks and not math.prod(chunk.sizes):
-        return None
+        tensor = found[name] = TensorStorageMetadata(properties, torch.Size(value.shape), [])
     box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-    known.chunks.append(box)
-    return MetadataIndex(name, box.offsets, len(known.chunks) - 1)
+    tensor.chunks.append(box)
+    return MetadataIndex(name, box.offsets, len(tensor.chunks) - 1)
 
 
 def _covers(shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> bool:
@@ -172,6 +174,6 @@ def _covers(shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> bool:
     for dim, size in enumerate(shape):
         edges = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes}
         cuts = sorted({cut for edge in edges for cut in edge})
-        if (cuts[0], cuts[-1]) != (0, size) or not edges <= {*zip(cuts, cuts[1:], strict=False)} | {(0, 0)}:
+        if (cuts[0], cuts[-1]) != (0, size) or not edges <= {*pairwise(cuts)} | {(0, 0)}:
             return False
     return len({box.offsets for box in boxes}) == len(boxes)
