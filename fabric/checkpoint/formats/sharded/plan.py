@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.formats.sharded._torch import chunk_of
-from fabric.checkpoint.portable import is_elsewhere
+from fabric.checkpoint.portable import is_placeholder
 from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def chunks_to_write(
     ranks_of: dict[DeviceMesh, set[int]] = {}
     for name, value in values:
         owner = owners.get(name, root)
-        if isinstance(value, DTensor) and not is_elsewhere(value):
+        if isinstance(value, DTensor) and not is_placeholder(value):
             mesh: Any = value.device_mesh
             if mesh not in ranks_of:
                 ranks_of[mesh] = set(mesh.mesh.flatten().tolist())
@@ -70,7 +70,7 @@ def chunks_to_write(
                 continue
             box = chunk_of(value)
             chunks.append((Chunk(name, _kind(value), [*box.offsets], [*box.sizes]), value.to_local()))
-        elif owner == rank and not is_elsewhere(value):
+        elif owner == rank and not is_placeholder(value):
             shape = value.shape if isinstance(value, torch.Tensor) else ()
             chunks.append((Chunk(name, _kind(value), [0] * len(shape), [*shape]), value))
     return chunks
@@ -132,7 +132,7 @@ def describe(
         keys.append([])
         for chunk in plan:
             name, kind = known.get(chunk.name, (None, ""))
-            if name is not None and chunk.kind != kind and (chunk.kind or not is_elsewhere(values[name])):
+            if name is not None and chunk.kind != kind and (chunk.kind or not is_placeholder(values[name])):
                 raise UsageError(
                     f"{name} is {chunk.kind or 'an object'} on rank {rank}, and {kind or 'an object'} on "
                     "rank 0. One name in a checkpoint has one shape and dtype. Write different names."
