@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """What one rank writes of one value."""
+    """The part of one value that one rank writes."""
 
     name: str
     kind: str
