@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fabric.guard.control_connections import FAN_OUT, ControlConnections, _Connection, neighbours
@@ -24,6 +25,9 @@ ROUNDS = 50
 HELD = ("RSS MB", "of its own MB", "descriptors")
 TEXT = 40_000
 """Bytes of the description of a large tree, in a mismatch."""
+TENSORS = 900
+"""Tensors of a sharded save, each with a chunk on every rank."""
+CHUNKS = 200_000
 
 
 def path_to(place: int, count: int) -> list[int]:
@@ -151,6 +155,28 @@ def descriptors(count: int) -> int:
     return len(node.blocks) + 1
 
 
+def plan(count: int) -> tuple[list[int], float]:
+    """Return the bytes that each rank sends to rank zero for the plan of a sharded save of `TENSORS` tensors.
+
+    And the seconds in which rank zero reads and describes one chunk, of at most `CHUNKS` chunks.
+    """
+    from fabric.checkpoint.formats.sharded.plan import Chunk, describe, pack_chunks, unpack_chunks
+
+    names = [f"model.layers.{n // 9}.self_attn.{n % 9}_proj.weight" for n in range(TENSORS)]
+    kind = f"float32[{16 * count}, 4096]"
+
+    def message(rank: int, names: list[str]) -> bytes:
+        return pack_chunks([Chunk(name, kind, [16 * rank, 0], [16, 4096]) for name in names])
+
+    sent = [len(message(rank, names)) for rank in range(count)]
+    few = names[: max(1, CHUNKS // count)]
+    messages = [message(rank, few) for rank in range(count)]
+    values = {name: torch.empty(16 * count, 4096, device="meta") for name in few}
+    begin = time.process_time()
+    _, keys = describe(values, map(unpack_chunks, messages))
+    return sent, (time.process_time() - begin) / sum(map(len, keys))
+
+
 def soak(minutes: float, count: int) -> None:
     """Run real ranks of this machine for some minutes; print once a minute what grows in them."""
     from fabric import Fabric
@@ -161,8 +187,6 @@ def soak(minutes: float, count: int) -> None:
 
 
 def _soak(fabric: Any, minutes: float) -> None:
-    import torch
-
     from fabric.core.errors import CollectiveMismatch
 
     torch.set_num_threads(1)
@@ -214,6 +238,11 @@ def lines() -> list[str]:
         sent, seconds = mismatch(count)
         found.append(f"mismatch {count} ranks {sent / 1e6:.1f} MB, {seconds * 1e3:.0f} ms")
         found.append(f"descriptors {count} ranks {descriptors(count)} of the call check")
+        sent, each = plan(count)
+        found.append(
+            f"plan {count} ranks {TENSORS} tensors {sum(sent) / 1e6:.2f} MB to rank zero, "
+            f"{max(sent) / 1e3:.1f} kB from each rank, {each * 1e6:.1f} us a chunk on rank zero"
+        )
     return found
 
 

@@ -144,7 +144,10 @@ def test_the_call_check_at_thousands_of_ranks_has_a_line_for_each_number():
     assert done.returncode == 0, done.stderr
     lines = [re.split(r"[ ,]+", line) for line in done.stdout.splitlines()]
     found = {(what, int(ranks)): float(number) for what, ranks, _, number, *_ in lines}
-    whats = ("frame", "judge", "mismatch", "descriptors")
+    whats = ("frame", "judge", "mismatch", "descriptors", "plan")
     assert found.keys() == {(what, ranks) for what in whats for ranks in (64, 1024)}
     assert found["mismatch", 1024] < 4, "MB of the first rank for its texts of 40 kB"
     assert found["descriptors", 1024] == 33
+    few, many = (float(line[5]) for line in lines if line[0] == "plan")
+    assert 15 < many / few < 18, "MB of all ranks, linear in their number"
+    assert many < 10

@@ -1,7 +1,7 @@
 """Atomic writes of files and directories on a disk.
 
-The new content is written beside the path, locked, flushed, and put in its place by a rename. Nothing here
-needs torch.
+The new content is written to a temporary path in the same directory, locked, flushed, and renamed.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ INDICES = ".safetensors.index.json"
 INDEX = f"model{INDICES}"
 """In a directory of Hugging Face: which tensor is in which file."""
 LENGTH = 8
-"""Bytes at the start of a safetensors file that say how long its header is."""
-_held: dict[Path, int | None] = {}
-"""What this process writes beside paths, and the descriptors that lock it; None: there are no locks."""
+"""Bytes at the start of a safetensors file that hold the length of its header."""
+_locks: dict[Path, int | None] = {}
+"""Temporary paths of this process, and the descriptors that lock them; None: no locks on this system."""
 
 
 _modes: dict[Path, int] = {}
-"""Directories that this process writes beside paths, and the modes that they would have by its umask."""
+"""Temporary directories of this process, and their modes by its umask."""
 
 
 def present(path: PathLike) -> PathLike:
-    """`path`, or what a save that was killed between its two renames has left of the checkpoint there."""
+    """Return `path`, or the former checkpoint if a save was killed between its two renames."""
     local = target_path(path)
     if local is None or os.path.lexists(local):
         return path
-    aside = sorted(_beside(local, "old"), key=lambda old: old.lstat().st_mtime)
+    aside = sorted(_leftovers(local, "old"), key=lambda old: old.lstat().st_mtime)
     return aside[-1] if aside else path
 
 
 def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
-    """The sharded checkpoint at `path`, written by `fabric.save` or by torch; None: there is none."""
+    """Return the path of a sharded checkpoint of `fabric.save` or torch; None: there is none."""
     local = local_path(path)
     names = (MANIFEST,) if only_ours else (MANIFEST, METADATA)
     there = local is not None and any([os.path.isfile(local / name) for name in names])  # noqa: PTH113 - never raises
@@ -67,8 +67,9 @@ def is_safetensors(path: PathLike) -> bool:
 
 
 def safetensors_at(path: Path, name: PathLike) -> bool:
-    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more. A file whose
-    name ends so counts as one, unless it is a ZIP archive, which is torch's.
+    """Whether `path` is a safetensors file, or a directory of Hugging Face with one or more.
+
+    A file whose name ends with .safetensors counts as one, unless it is a ZIP archive of torch.
     """
     if path.is_dir():
         return any([(path / name).is_file() for name in (SINGLE, INDEX)])
@@ -79,25 +80,27 @@ def safetensors_at(path: Path, name: PathLike) -> bool:
     return start[LENGTH:] == b"{" or (is_safetensors(name) and not start.startswith(b"PK"))
 
 
-def part_of(path: Path, directory: bool) -> Path:
-    """A new file or directory beside `path`, held until `put_in_place` or `remove`.
+def temporary_path(path: Path, directory: bool) -> Path:
+    """Create a file or directory next to `path`, locked until `commit_path` or `remove`; return its path.
 
-    Those of saves to `path` that nobody holds were killed, and are removed.
+    Unlocked ones are of saves to `path` that were killed, and are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    with alone_in(path.parent):  # who makes one has locked it before another looks for left ones
-        for left in _beside(path, "part"):
-            if not is_held(left):
+    with directory_lock(
+        path.parent
+    ):  # so that a new one is locked before another process looks for leftovers
+        for left in _leftovers(path, "part"):
+            if not is_locked(left):
                 remove(left)
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         if directory:
             part.mkdir()
             _modes[part] = stat.S_IMODE(part.stat().st_mode)
             part.rmdir()
-            part.mkdir(0o700)  # nobody else may write into it, or read it, before it has its name
+            part.mkdir(0o700)  # other users may neither write nor read before the rename
         else:
             part.touch(exist_ok=False)
         hold(part)
@@ -105,9 +108,10 @@ def part_of(path: Path, directory: bool) -> Path:
 
 
 def copy_mode(old: Path, new: Path) -> None:
-    """Give a new file or directory the mode of what it is to replace; nothing is there: leave it as it is.
+    """Copy the mode of the path that will be replaced to a new file or directory, if it exists.
 
-    A file takes from a directory who may read and write, and a directory from a file who may open it, too.
+    From a directory to a file only read and write bits are copied. A directory that replaces a file also gets
+    an execute bit for each read bit.
     """
     if not old.exists():
         return
@@ -119,8 +123,8 @@ def copy_mode(old: Path, new: Path) -> None:
     new.chmod(mode)
 
 
-def _open_up(part: Path, path: Path) -> None:
-    """Give a directory of 0700, and the files in it, the modes that it is to have in its place."""
+def _apply_modes(part: Path, path: Path) -> None:
+    """Set the final modes of a directory that was created with 0700, and of the files in it."""
     part.chmod(_modes.pop(part))
     copy_mode(path, part)
     if path.is_file() or (path / METADATA).is_file():
@@ -130,12 +134,12 @@ def _open_up(part: Path, path: Path) -> None:
 
 
 def hold(path: Path) -> None:
-    """Lock a file or directory of this process until it is removed or put in place, or the process ends."""
-    _held[path] = _lock(path)
+    """Lock a file or directory until it is removed or committed, or the process ends."""
+    _locks[path] = _lock(path)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a living process holds it, as far as this file system tells."""
+def is_locked(path: Path) -> bool:
+    """Whether a running process has locked the path, as far as the file system supports locks."""
     lock = _lock(path)
     if lock is not None:
         os.close(lock)
@@ -156,15 +160,15 @@ def _lock(path: Path, wait: bool = False) -> int | None:
     return None
 
 
-def _let_go(part: Path) -> None:
-    lock = _held.pop(part, None)
+def _unlock(part: Path) -> None:
+    lock = _locks.pop(part, None)
     if lock is not None:
         os.close(lock)
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Let other saves into this directory wait, where there are locks."""
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Context in which other saves into this directory wait, where the system has locks."""
     lock = _lock(directory, wait=True)
     try:
         yield
@@ -176,7 +180,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Errors of a file, or without one, name the checkpoint at `path`, of which it would be a part."""
+    """Context in which an OSError names the checkpoint at `path`, in place of a file in it."""
     try:
         yield
     except OSError as error:
@@ -185,19 +189,20 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def put_in_place(part: Path, path: Path) -> None:
-    """Give a complete checkpoint its name. If it is a directory, or replaces one, what had the name is set
-    aside first, and deleted last.
+def commit_path(part: Path, path: Path) -> None:
+    """Rename a complete checkpoint to its path.
+
+    If either is a directory, the former checkpoint is first set aside by a rename, and deleted last.
     """
     if not part.is_dir() and not path.is_dir():
         part.replace(path)
-        _let_go(part)
+        _unlock(part)
         flush_directory(path.parent)
         return
     aside = part.with_suffix(".old")
     if part in _modes:
-        _open_up(part, path)
-    with alone_in(path.parent):
+        _apply_modes(part, path)
+    with directory_lock(path.parent):
         if os.path.lexists(path):
             path.rename(aside)
         try:
@@ -206,9 +211,9 @@ def put_in_place(part: Path, path: Path) -> None:
             if os.path.lexists(aside):
                 aside.rename(path)
             raise
-        _let_go(part)
+        _unlock(part)
         flush_directory(path.parent)
-        before = _beside(path, "old")  # also of saves that were killed
+        before = _leftovers(path, "old")  # also of saves that were killed
     for rest in before:
         remove(rest)
 
@@ -219,12 +224,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-    _let_go(path)
+    _unlock(path)
     _modes.pop(path, None)
 
 
 def flush_directory(directory: Path) -> None:
-    """Let names in a directory reach the disk. Some systems cannot open one; there they do by themselves."""
+    """Flush the entries of a directory to the disk. Systems that cannot open a directory need no flush."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -235,8 +240,8 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, suffix: str) -> list[Path]:
-    """Return the paths that saves to `path` have left beside it: "old", set aside; "part", not complete."""
+def _leftovers(path: Path, suffix: str) -> list[Path]:
+    """Return the paths that saves to `path` have left: "old", set aside; "part", not complete."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]

@@ -1,4 +1,4 @@
-"""`CheckpointIO`: how a checkpoint dictionary becomes bytes in storage and back. Users may pass their own."""
+"""`CheckpointIO`: writes a checkpoint dictionary to storage and reads it. Users may pass their own class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CheckpointIO(ABC):
     """Storage of checkpoints. Called on rank zero to save, on every rank to load."""
 
     facts: Mapping[str, Any] = MappingProxyType({})
-    """What is known of the run that saves (`strategy`, `world_size`, `step`), for those that keep it."""
+    """Metadata of the run that saves (`strategy`, `world_size`, `step`), for an IO that stores it."""
 
     @abstractmethod
     def save_checkpoint(

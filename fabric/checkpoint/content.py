@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's content: the files that it names, the shape of its data, what an error means."""
+"""Checks of a checkpoint's content: the files that it names, nesting of its data, and errors of reading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEEPEST = 200
 """Levels of dictionaries and lists in a checkpoint."""
 _MOST = 10_000_000
-"""Values that a checkpoint may have when each list that stands in several places is counted in each."""
+"""Largest number of values, with shared lists counted at each use."""
 _DTYPE = re.compile(r"[<>=|][biufc]\d{1,2}")
 _CODE = {"os", "posix", "nt", "subprocess", "sys", "shutil", "socket", "runpy", "importlib", "pty", "ctypes"}
 _CODE |= {"webbrowser", "pdb", "timeit", "commands"}
@@ -41,7 +41,7 @@ def listed_file(directory: Path, name: Any, by: Path | None = None) -> Path:
     """
     plain = type(name) is str and "\0" not in name and not Path(name).is_absolute()
     if not plain or not name or ".." in PurePosixPath(name).parts:
-        raise damaged(by or directory, f"it names the file {name!r}, which cannot be one of its own")
+        raise damaged(by or directory, f"it names the file {name!r}, which is no path inside the directory")
     try:
         file: Path = directory / name
         root = directory.resolve()
@@ -100,19 +100,19 @@ def check_tags(tree: Any, path: PathLike) -> None:
                 check_tags(child, path)
 
 
-def untrusted(what: str) -> UsageError:
-    """The error of a checkpoint with something in it that only unpickling any code would read."""
+def unsafe_object_error(what: str) -> UsageError:
+    """Return the error for an object in a checkpoint that safe loading refuses."""
     return UsageError(
         f"{what} safe loading refuses, because reading it can run any code. If you trust the file, write "
         "fabric.load(path, ..., weights_only=False)."
     )
 
 
-def refused_global(path: PathLike, name: str) -> UsageError:
-    """The error of a checkpoint whose pickle names a class or function that safe loading refuses."""
+def unsafe_global_error(path: PathLike, name: str) -> UsageError:
+    """Return the error for a class or function in a pickle that safe loading refuses."""
     module, _, function = name.rpartition(".")
     if not _is_code(name):
-        return untrusted(f"{path} refers to {name}, which")
+        return unsafe_object_error(f"{path} refers to {name}, which")
     called = f"{_RENAMED.get(module, module)}.{function}" if module else function
     return UsageError(
         f"{path} holds code: {called}, which would run when the file is unpickled. Nothing that fabric.save "
@@ -120,27 +120,27 @@ def refused_global(path: PathLike, name: str) -> UsageError:
     )
 
 
-def unreadable(path: PathLike, file: Path, error: Exception) -> Exception:
-    """Return the error for a file that safe loading does not read, which says what the file is."""
+def unreadable_error(path: PathLike, file: Path, error: Exception) -> Exception:
+    """Return the error for a file that safe loading does not read, with the kind of file."""
     text = str(error)
     found = re.search(r"GLOBAL ([A-Za-z_][\w.]*) (?:was|whose)", text)
     name = found.group(1) if found else next((one for one in _names(file) if _is_code(one)), None)
     if name is not None:
-        return refused_global(path, name)
+        return unsafe_global_error(path, name)
     with file.open("rb") as stream:
         head = stream.read(_HEAD)
-    if why := _nature(head):
+    if why := _describe_head(head):
         return DamagedCheckpointError(
             f"{path} is no checkpoint: {why}. Load a file that fabric.save or torch.save has written."
         )
     operand = re.search(r"WeightsUnpickler error:\s*(Unsupported operand (\d+))", text)
     if operand and head.startswith((b"\x80", b"PK")) and int(operand.group(2)) >= 128:
-        return untrusted(f"{path} holds more than data ({operand.group(1)}), which")
+        return unsafe_object_error(f"{path} holds more than data ({operand.group(1)}), which")
     return damaged(path, "it was cut short, or not written by fabric.save or torch.save")
 
 
-def _nature(head: bytes) -> str:
-    """Return what a file is that begins so; "": none of the kinds that are known here."""
+def _describe_head(head: bytes) -> str:
+    """Return the kind of a file with this head; "": unknown."""
     if not head:
         return "it is empty"
     zeros = len(head) - len(head.lstrip(b"\0"))

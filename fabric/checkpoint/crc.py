@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FAR, _NEAR = 91_639, 49_961
 """Distances in words."""
 _BLOCK = 32_000
-"""Words that are added at once: at most `_NEAR`, and as many as torch adds without threads of its own."""
+"""Words that are added at once: at most `_NEAR`, and few enough that torch starts no threads."""
 _ROOM = 14 * _BLOCK
 _SMALL = 4 << 20
 """Bytes at the start for which `zlib.crc32` is as fast."""
@@ -75,11 +75,11 @@ class Crc32:
             return self._start
         first, last = 8 * (self._folded - _FAR), 8 * self._folded
         rest = bytearray(self._ring[first:last])
-        # What words among the last ones gave to others of them is taken out: nothing leaves these out.
+        # Undo the additions among the last words: these are digested themselves.
         own = self._words[self._folded - _FAR : self._folded - _NEAR]
         torch.frombuffer(rest, dtype=torch.int64)[_NEAR:].bitwise_xor_(own)
         crc = zlib.crc32(self._ring[last : self._end], zlib.crc32(rest, _RAW))
-        return joined(self._start, crc, self.size - self._start_size)
+        return combine_crcs(self._start, crc, self.size - self._start_size)
 
     def _room(self) -> memoryview:
         """Memory for more bytes, which `_add` counts."""
@@ -130,7 +130,7 @@ def crc_of_range(path: Path, start: int, length: int, threads: int = 1) -> int:
     found = in_threads(part, parts)
     total = 0
     for (first, last), crc in zip(parts, found, strict=True):
-        total = joined(total, crc, last - first)
+        total = combine_crcs(total, crc, last - first)
     return -1 if -1 in found else total
 
 
@@ -144,7 +144,7 @@ def in_threads(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         return [*pool.map(function, items)]
 
 
-def joined(first: int, second: int, length: int) -> int:
+def combine_crcs(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of bytes with one, and `length` bytes with the other behind them.
 
     Source: `crc32_combine` of zlib.

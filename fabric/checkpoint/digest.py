@@ -1,11 +1,9 @@
 """CRC-32 of files, taken while they are written or read; and the seal, which keeps that of a file in it.
 
-It finds every flip of one bit and all but one in 4 billion of other damages; it says nothing of who wrote a
-file.
+It finds every flip of one bit and all but one in 4 billion of other damages. It does not authenticate a file.
 
-torch writes ZIP archives, and a ZIP archive ends with a comment, whose length stands in the last two bytes of
-an archive that has none. `torch.load` and every unzipper pass over it. So the digest travels in the file that
-it is of, and one rename puts both into place.
+torch writes ZIP archives. A ZIP archive ends with a comment; the two bytes before it are its length.
+`torch.load` and every unzipper ignore it. So the digest is in the file itself, and one rename commits both.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fabric.checkpoint.crc import Crc32, crc_of_range, joined
+from fabric.checkpoint.crc import Crc32, combine_crcs, crc_of_range
 from fabric.core.cores import usable_cores
 from fabric.core.errors import DamagedCheckpointError
 
@@ -32,10 +30,10 @@ LARGE = 1 << 20
 _OPEN, _CLOSE = b"\x93fabric-seal\x00", b"\x00fabric-seal\x93"
 _ARCHIVE_END = b"PK\x05\x06"
 _LENGTH = 2
-"""Bytes at the end of an archive that say how long its comment is."""
+"""Bytes at the end of an archive that hold the length of its comment."""
 _COMMENT = 65_535
 _THREADS = 4
-"""At most so many read a file at once: each has 4.3 MB of memory."""
+"""Largest number of threads that read a file at once. Each needs 4.3 MB of memory."""
 
 
 class Sealed(NamedTuple):
@@ -46,22 +44,22 @@ class Sealed(NamedTuple):
     length: int
     crc: int
     error: DamagedCheckpointError
-    """Raised if it has another one."""
+    """Raised if the bytes have another CRC-32."""
 
 
 class DigestWriter:
-    """A file for `torch.save`, which takes a digest of what is written. The last bytes are held back.
+    """A file for `torch.save` that computes a digest of the written bytes. The last bytes are buffered.
 
     Args:
         file: Open for writing, with bytes. Never read or sought in.
     """
 
     def __init__(self, file: Any) -> None:
-        self._file, self._held, self._crc = file, bytearray(), Crc32()
+        self._file, self._buffer, self._crc = file, bytearray(), Crc32()
 
     @property
     def crc(self) -> int:
-        """The digest of what is written."""
+        """The digest of the bytes written so far."""
         return self._crc.value
 
     @property
@@ -71,34 +69,34 @@ class DigestWriter:
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return self.size + len(self._held)
+        return self.size + len(self._buffer)
 
     def write(self, data: Any) -> int:
         """Write all of `data`; in large pieces, since torch writes an archive in many small ones."""
         data = memoryview(data).cast("B")
         if len(data) < LARGE:
-            self._held += data
+            self._buffer += data
         else:
-            self._put(self._held)
+            self._put(self._buffer)
             self._put(data[:-_LENGTH])
-            self._held = bytearray(data[-_LENGTH:])
-        if len(self._held) > LARGE:
-            self._put(self._held[:-_LENGTH])
-            del self._held[:-_LENGTH]
+            self._buffer = bytearray(data[-_LENGTH:])
+        if len(self._buffer) > LARGE:
+            self._put(self._buffer[:-_LENGTH])
+            del self._buffer[:-_LENGTH]
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: what is held back may get another end."""
+        """Do nothing: the end of the buffered bytes may still be replaced."""
 
     def finish(self) -> None:
-        """Write the rest."""
-        self._put(self._held)
+        """Write the buffered bytes."""
+        self._put(self._buffer)
 
     def seal(self, facts: Mapping[str, Any]) -> None:
         """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, for `read_seal`."""
-        self._put(self._held[:-_LENGTH])
-        told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
-        text = json.dumps(told).encode()
+        self._put(self._buffer[:-_LENGTH])
+        seal = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
+        text = json.dumps(seal).encode()
         comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
         write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
 
@@ -112,7 +110,7 @@ class DigestWriter:
 def write_all(file: Any, data: Any) -> None:
     """Write all of `data` to a file that may take a part at a time (2 GiB is what Linux takes at once).
 
-    The disk begins with it at once (on Linux), so that the flush at the end waits for less.
+    On Linux the kernel starts the write-back at once, so that the final flush is shorter.
     """
     length = len(data)
     while len(data):
@@ -123,12 +121,12 @@ def write_all(file: Any, data: Any) -> None:
 
 
 def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: int = 1) -> list[int]:
-    """Return the CRC-32 of each range's part that one of several ranks reads; -1: the file is too short.
+    """Return the CRC-32 of this rank's part of each range; -1: the file is too short.
 
     Args:
-        ranges: Alike on all of these ranks.
-        place: Which of them this is.
-        ranks: Their number.
+        ranges: The same on all of these ranks.
+        place: Index of this rank.
+        ranks: The number of ranks that share the work.
         local_ranks: Ranks of this host that may be reading at the same time. They share its cores.
     """
     threads = min(_THREADS, max(1, usable_cores() // local_ranks))
@@ -142,8 +140,8 @@ def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: 
 def identity(ranges: Sequence[Sealed]) -> int:
     """Return a number that is equal on ranks of one host whose ranges are of the same files."""
     files = [(each.file.resolve(), each.file.stat(), each) for each in ranges]
-    told = [(str(path), of.st_dev, of.st_ino, *each[1:4]) for path, of, each in files]
-    return zlib.crc32(repr(told).encode())
+    keys = [(str(path), of.st_dev, of.st_ino, *each[1:4]) for path, of, each in files]
+    return zlib.crc32(repr(keys).encode())
 
 
 def verify(ranges: Sequence[Sealed], shares: Sequence[Sequence[int]] | None = None) -> None:
@@ -151,7 +149,7 @@ def verify(ranges: Sequence[Sealed], shares: Sequence[Sequence[int]] | None = No
 
     Args:
         ranges: What to compare.
-        shares: Results of `digest_share`, by place; None: all is read here.
+        shares: Results of `digest_share`, by place; None: this process reads all.
 
     Raises:
         DamagedCheckpointError: That of the first range which has changed.
@@ -161,7 +159,7 @@ def verify(ranges: Sequence[Sealed], shares: Sequence[Sequence[int]] | None = No
         crcs, total = [share[number] for share in shares], 0
         for place, crc in enumerate(crcs):
             first, last = _bounds(each, place, len(shares))
-            total = joined(total, crc, last - first)
+            total = combine_crcs(total, crc, last - first)
         if -1 in crcs or total != each.crc:
             raise each.error
 
@@ -181,12 +179,13 @@ def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
 
 
 def read_seal(file: Any, path: PathLike) -> dict[str, Any] | None:
-    """Return the facts of a file's seal, with `size` and `crc32` of the bytes before it, which are to be
-    verified; None: no seal, as after plain `torch.save`.
+    """Return the entries of a file's seal; None: no seal, as after plain `torch.save`.
+
+    `size` and `crc32` are those of the bytes before it, which are to be verified.
 
     Args:
         file: Open for reading, with bytes. Only its end is read.
-        path: How the user calls it.
+        path: The name in errors.
 
     Raises:
         DamagedCheckpointError: The seal is not what was written, or another number of bytes is before it.
@@ -207,8 +206,8 @@ def read_seal(file: Any, path: PathLike) -> dict[str, Any] | None:
     )
     if not whole or end[at - _LENGTH : at] != (len(end) - at).to_bytes(_LENGTH, "little"):
         raise damaged(path, "its end is")
-    told: dict[str, Any] = json.loads(text)
+    seal: dict[str, Any] = json.loads(text)
     content = size - len(end) + at - _LENGTH
-    if content != told["size"]:
+    if content != seal["size"]:
         raise damaged(path, CHANGED)
-    return told
+    return seal

@@ -1,7 +1,7 @@
-"""The names of an optimizer's parameters, by which the states in a checkpoint find them, in whatever order.
+"""Names of an optimizer's parameters, by which saved states are matched to parameters in any order.
 
-In a file they are the `param_names` beside an optimizer's `state` and `param_groups`, by group. Those that
-torch itself has in the groups of optimizers made of `model.named_parameters()` are read, too.
+A file has them by group, as `param_names` next to an optimizer's `state` and `param_groups`. The names that
+torch writes into groups of optimizers made of `model.named_parameters()` are read, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Names = list[list[str]]
 """By parameter group."""
 Known = dict[Any, list[tuple[str | None, str]]]
-"""By parameter: the places in a state of modules that have it, and its names there."""
+"""By parameter: the keys in `state` of the modules that have it, and its names in these."""
 
 
 def known_names(state: Any, others: Iterable[Module]) -> Known:
-    """Each parameter's names, and the places in `state` of the modules in which it has them; None: among
-    `others` only. A tied one has several.
+    """Return each parameter's names, and the keys in `state` of their modules; None: a module of `others`.
 
-    Modules that are part of another name none: a name must not depend on what else is saved.
+    A tied parameter has several names. Submodules of another module are ignored: a name must not depend on
+    what else is saved.
     """
     places: dict[Module, str | None] = {}
     for place, module in [*_modules(state, ""), *[(None, module) for module in others]]:
@@ -48,9 +48,9 @@ def known_names(state: Any, others: Iterable[Module]) -> Known:
 
 
 def names_of(optimizer: Optimizer, known: Known) -> Names | None:
-    """The names of an optimizer's parameters in their modules; None: not all have one.
+    """Return the names of an optimizer's parameters in their modules; None: not all have one.
 
-    Of several modules, in which different parameters have the same names, also where these are in the state.
+    If different parameters of several modules have the same name, the module's key in `state` is a prefix.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     held = list(dict.fromkeys(chain(*groups)))
@@ -67,9 +67,9 @@ def names_of(optimizer: Optimizer, known: Known) -> Names | None:
 
 
 def with_names(saved: dict[str, Any], names: Names | None) -> dict[str, Any]:
-    """An optimizer's state with the names of its parameters.
+    """Return an optimizer's state with the names of its parameters.
 
-    Not in its groups: torch would keep those in the optimizer that it loads them into.
+    They are not in its groups: torch would keep them in the optimizer that loads the state.
     """
     return {**saved, "param_names": names} if names is not None and "param_groups" in saved else saved
 
@@ -77,17 +77,17 @@ def with_names(saved: dict[str, Any], names: Names | None) -> dict[str, Any]:
 def by_name(
     saved: dict[str, Any], optimizer: Optimizer, known: Known, strict: bool, what: str
 ) -> dict[str, Any]:
-    """An optimizer's saved state as if it had been saved with this one's order of parameters, and its groups.
+    """Return an optimizer's saved state in the order of parameters, and with the groups, of `optimizer`.
 
-    By number, where file or optimizer have no names. The file's names are not in it.
+    Without names in the file or the optimizer, states are matched by number. The result has no names.
 
     Args:
         saved: As torch writes it, or `with_names`.
-        optimizer: What to load it into.
-        known: What names its parameters, as from `known_names`.
-        strict: False: what has no place here is left out, with a warning, and groups of other parameters
-            keep their settings.
-        what: How the user calls the optimizer, for the error text.
+        optimizer: The optimizer that will load it.
+        known: A result of `known_names`.
+        strict: False: states without a parameter are dropped, with a warning, and groups with other
+            parameters keep their settings.
+        what: The optimizer's name in errors.
 
     Raises:
         UsageError: With `strict`, there are other names in the file, or in other groups, or other shapes.
@@ -96,14 +96,14 @@ def by_name(
     names, fitted = names_of(optimizer, known), saved
     there = here = [f"parameter {number}" for number in _packed(saved)]
     if names is not None and _is_unique(theirs, [group["params"] for group in saved["param_groups"]]):
-        theirs = _as_here(theirs, names, _aliases(optimizer, names, known))
+        theirs = _to_local_names(theirs, names, _aliases(optimizer, names, known))
         if strict:
             _check(names, theirs, what)
         there, here = [*chain(*theirs)], [*chain(*names)]
         if isinstance(optimizer, torch.optim.LBFGS) and there != here:
             raise UsageError(
                 f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them "
-                f"in one vector. Make it of them in this order: {_some(there)}."
+                f"in one vector. Make it of them in this order: {_first_three(there)}."
             )
         fitted = _renumbered(saved, optimizer, names, theirs)
     wrong = _of_other_shapes(fitted, optimizer, here)
@@ -119,13 +119,13 @@ def by_name(
     if left:
         rank_zero_warn(
             f"{len(states) - len(left)} of {len(states)} states were loaded into {what} (strict=False). It "
-            f"has no place for {_some(left)}."
+            f"has no place for {_first_three(left)}."
         )
     return {**fitted, "state": kept}
 
 
 def _aliases(optimizer: Optimizer, names: Names, known: Known) -> dict[str, str]:
-    """By each name that is one parameter's only: the one by which it goes here."""
+    """Return, for each name that only one parameter has, that parameter's name in `names`."""
     found: dict[str, set[str]] = {}
     parameters = chain(*[group["params"] for group in optimizer.param_groups])
     for parameter, own in zip(parameters, chain(*names), strict=True):
@@ -136,10 +136,10 @@ def _aliases(optimizer: Optimizer, names: Names, known: Known) -> dict[str, str]
     return single | {name: name for name in chain(*names)}
 
 
-def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
-    """The names in a file as those that the parameters have here; others as they are.
+def _to_local_names(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
+    """Return the names in a file mapped to names in this optimizer; unknown names are unchanged.
 
-    All may have one prefix more, or less: the one module was saved in another. Two stay two.
+    All may have a prefix more or less, if the module was saved as part of another. Names stay distinct.
     """
     theirs = [[clean_key(name) for name in some] for some in theirs]
     keys = [*chain(*theirs)]
@@ -152,7 +152,7 @@ def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
 
 
 def _shared(names: list[str]) -> list[str]:
-    """The dotted prefixes that all names have."""
+    """Return the dotted prefixes that all names have."""
     first = names[0] if names else ""
     found = [first[: n + 1] for n, letter in enumerate(first) if letter == "."]
     return [prefix for prefix in found if all([name.startswith(prefix) for name in names])]
@@ -194,7 +194,7 @@ def _packed(saved: dict[str, Any]) -> list[int]:
 
 
 def _is_unique(names: Names, held: list[list[Any]]) -> bool:
-    """Whether each of the parameters has a name of its own."""
+    """Whether each parameter has one name, and all names differ."""
     each = [len(some) for some in names] == [len(some) for some in held]
     return each and len({*chain(*names)}) == len({*chain(*held)})
 
@@ -207,36 +207,36 @@ def _renumbered(saved: dict[str, Any], optimizer: Optimizer, names: Names, their
         groups.append({**settings, "params": [here[name] for name in own]})
         groups[-1].pop("param_names", None)
     place = {number: here.get(name) for name, number in zip(chain(*theirs), _packed(saved), strict=True)}
-    told = {}
+    states = {}
     for key in [key for key in ("state", OUTER) if key in saved]:
         moved = {place.get(number, number): entry for number, entry in saved[key].items()}
-        told[key] = {number: entry for number, entry in moved.items() if number is not None}
-    return {**saved, **told, "param_groups": groups}
+        states[key] = {number: entry for number, entry in moved.items() if number is not None}
+    return {**saved, **states, "param_groups": groups}
 
 
 def _check(names: Names, theirs: Names, what: str) -> None:
     here = {name: i for i, group in enumerate(names) for name in group}
     there = {name: i for i, group in enumerate(theirs) for name in group}
     missing, unexpected = [name for name in here if name not in there], [n for n in there if n not in here]
-    said = [f"It has no {_some(missing)} of this optimizer."] * bool(missing)
+    errors = [f"It has no {_first_three(missing)} of this optimizer."] * bool(missing)
     if unexpected:
         close = did_you_mean(unexpected[0], here)
-        said.append(f"It has {_some(unexpected)}, which this one has not.{close}")
+        errors.append(f"It has {_first_three(unexpected)}, which this one has not.{close}")
     kind = "other parameters"
-    if not said:
+    if not errors:
         kind = "other groups, and settings (lr, ...) are those of groups"
         moved = [name for name, i in here.items() if there[name] != i][:1]
-        said = [f"{name!r} is in group {here[name]}, and was in group {there[name]}." for name in moved]
-        said += [f"It has {len(theirs)} groups, and here are {len(names)}."] * (len(names) != len(theirs))
-    if said:
+        errors = [f"{name!r} is in group {here[name]}, and was in group {there[name]}." for name in moved]
+        errors += [f"It has {len(theirs)} groups, and here are {len(names)}."] * (len(names) != len(theirs))
+    if errors:
         raise UsageError(
-            f"The checkpoint of {what} has {kind}. {' '.join(said)} Make the optimizer of the same "
+            f"The checkpoint of {what} has {kind}. {' '.join(errors)} Make the optimizer of the same "
             "parameters in the same groups, or pass strict=False: the states that have a place go by name "
             "then, and other groups keep the settings of this optimizer."
         )
 
 
-def _some(names: list[str]) -> str:
+def _first_three(names: list[str]) -> str:
     return ", ".join([repr(name) for name in names[:3]]) + ", ..." * (len(names) > 3)
 
 

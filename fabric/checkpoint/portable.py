@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fabric.core._torch import no_subclass_functions
 from fabric.core.errors import ArgumentTypeError
@@ -26,45 +27,51 @@ _PLAIN = (
 TAG = "__fabric_type__"
 
 
-def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
-    """Return the placeholder of a tensor that another rank writes: a marked tensor on the meta device."""
-    shape = torch.empty_like(value, device="meta")
-    shape.kept_elsewhere = True  # type: ignore[attr-defined]
-    return shape
+def placeholder_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the placeholder of a tensor for other ranks: on the meta device, with this rank as its owner."""
+    placeholder = torch.empty_like(value, device="meta")
+    placeholder.owner = dist.get_rank() if dist.is_initialized() else 0  # type: ignore[attr-defined]
+    return placeholder
 
 
-def elsewhere(value: Any) -> Any:
+def to_placeholder(value: Any) -> Any:
     """Return the placeholder of a tensor that another rank writes; other values as they are."""
-    return kept_elsewhere(value) if isinstance(value, torch.Tensor) else value
+    return placeholder_of(value) if isinstance(value, torch.Tensor) else value
 
 
-def is_elsewhere(value: Any) -> bool:
-    """Whether `kept_elsewhere` has made it."""
-    return getattr(value, "kept_elsewhere", False)
+def is_placeholder(value: Any) -> bool:
+    """Whether a value is a placeholder that `placeholder_of` has made."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "owner") and value.is_meta
+
+
+def owner_of(placeholder: Any) -> int:
+    """Return the global rank that has the values of a placeholder."""
+    owner: int = placeholder.owner
+    return owner
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of a checkpoint that is read when it is used, each time anew: shape and dtype until then."""
+    """A tensor of a checkpoint that is read from the file at each use; it has shape and dtype before."""
 
     fill: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-    """Reads a part, of the shape of a tensor and from these offsets on, into that tensor."""
+    """Reads the part at these offsets, of the shape of a tensor, into that tensor."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, fill: Callable[..., torch.Tensor]) -> LazyTensor:
-        """A tensor that `fill` reads."""
+        """Return a tensor that `fill` reads."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.fill = fill
         return made
 
     def read(self, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Its values."""
+        """Return its values."""
         return self.fill(torch.empty(self.shape, dtype=self.dtype) if into is None else into, [0] * self.ndim)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any operation, on the values."""
+        """Run any operation on the values."""
         asked = getattr(getattr(func, "__self__", func), "__name__", "")  # of a getter: the attribute's name
         with no_subclass_functions():
             if asked not in _FACTS:
@@ -77,16 +84,16 @@ _FACTS |= {"size", "dim", "numel"}
 
 
 def read_stored(value: Any) -> Any:
-    """The values of a tensor that is `LazyTensor`; anything else as it is."""
+    """Return the values of a `LazyTensor`; anything else as it is."""
     return value.read() if isinstance(value, LazyTensor) else value
 
 
 def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
-    """`data` in types that safe loading reads; paths and numpy values become tagged dictionaries.
+    """Return `data` in types that safe loading reads; paths and numpy values become tagged dictionaries.
 
     Args:
         data: Any nesting of dict, list, tuple, set with plain values, tensors, paths and numpy arrays in it.
-        name: How the user calls it, for the error text (`state['config']`).
+        name: Its name in errors (`state['config']`).
         allow_pickle: Whether objects of other types stay, as copies that pickle makes.
 
     Raises:
@@ -136,8 +143,8 @@ class _ObjectPickler(pickle.Pickler):
 def from_portable(data: Any, stored: bool = False) -> Any:
     """Undo `to_portable`: a copy with paths and numpy values again, whose tensors own their memory.
 
-    Tensors of a memory-mapped file must not outlive the load: whoever overwrites the file in place would
-    crash them. With `stored` those that are read when they are used are left so.
+    Tensors of a memory-mapped file must not outlive the load: if the file is overwritten in place, reading
+    them crashes the process. With `stored`, `LazyTensor`s are not read.
     """
     if isinstance(data, LazyTensor):
         return data if stored else data.read()
@@ -156,7 +163,7 @@ def from_portable(data: Any, stored: bool = False) -> Any:
 
 
 def module_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's saved state to load from. Its tensors are not copied, since loading copies them."""
+    """Return a module's saved state to load from. Tensors are not copied, since loading copies them."""
     extra = "_extra_state"  # torch's suffix for what get_extra_state() gave: kept by the module as it is
     kept = [key for key in state if key.endswith(extra) or not isinstance(state[key], torch.Tensor)]
     return same_dict_type(state, {**state, **{key: from_portable(state[key]) for key in kept}})
@@ -173,7 +180,7 @@ def _plain_key(key: Any, name: str) -> Any:
 
 
 def _check_tensor(data: torch.Tensor, name: str) -> None:
-    if data.is_meta and not is_elsewhere(data):
+    if data.is_meta and not is_placeholder(data):
         raise ArgumentTypeError(
             f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
             f"model.to_empty(device=fabric.device) and loading."

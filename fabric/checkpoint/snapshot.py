@@ -1,4 +1,4 @@
-"""Checkpoint data in host memory: copies, which a loop may not change any more; bytes; what is one tensor."""
+"""Copies of checkpoint data in host memory, bytes of tensors, and keys of tensors that share memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fabric.precision.dtypes import as_bytes
 class Snapshot:
     """Checkpoint data copied to host memory; tensors that share memory share it in the copy.
 
-    What lies on an accelerator is copied to pinned memory, all of it before the host waits, once.
+    Tensors on an accelerator are copied to pinned memory; the host waits once, at the end.
 
     Args:
-        before: One that nobody uses any more, whose memory is taken again: fresh pages are slow.
+        before: A snapshot that is no longer used. Its memory is reused: fresh pages are slow.
     """
 
     def __init__(self, before: Snapshot | None) -> None:
-        self._copies: dict[Any, torch.UntypedStorage] = {}  # by the place and size of what they are of
+        self._copies: dict[Any, torch.UntypedStorage] = {}  # by address and size of the source
         self._free = [] if before is None else list(before._copies.values())
         self._devices: set[torch.device] = set()
 
     def of(self, tree: Any) -> Any:
-        """A copy of what `state.gather` gives. Called once."""
+        """Return a copy of a result of `state.gather`. Called once."""
         copy = map_tree(self._copied, tree)
         self._free.clear()
         for device in self._devices:
@@ -66,7 +66,7 @@ class Snapshot:
 
 
 def values(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's values in their order; of a copy, unless it lies so in host memory."""
+    """Return the bytes of a tensor's values in row-major order, without a copy if they lie so on the host."""
     flat: Any = as_bytes(tensor.cpu()).numpy()
     return memoryview(flat)
 

@@ -133,12 +133,12 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
     if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
         note = f"rank {strategy.topology.job_rank} failed while {doing}: {type(failure).__name__}: {failure}"
         quoting = isinstance(failure, RankError)
-        told = strategy.all_gather_object(
+        failures = strategy.all_gather_object(
             (note * (failure is not None and not quoting), f"{failure}" * quoting)
         )
-        causes = [cause for cause, _ in told if cause]
+        causes = [cause for cause, _ in failures if cause]
         if failure is None or (quoting and causes):
-            raise RankError("; ".join(causes or [quote for _, quote in told if quote]))
+            raise RankError("; ".join(causes or [quote for _, quote in failures if quote]))
     if failure is not None:
         raise failure
 
@@ -240,8 +240,8 @@ class _Load:
             if not isinstance(value, dict):
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
             entries = module_entries(value)
-            told = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
-            warn_if_unloaded(told, entries)
+            result = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
+            warn_if_unloaded(result, entries)
         elif isinstance(inner, torch.optim.Optimizer):
             if _is_optimizer_state(value, inner, name):
                 value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
@@ -271,7 +271,7 @@ def _advice(saved: dict[Any, Any], state: dict[Any, Any], place: str) -> str:
 
 
 def _is_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether it is one as torch writes it; False: the optimizer has a way of its own to load.
+    """Whether `saved` has torch's format; False: the optimizer has its own `load_state_dict`.
 
     Raises:
         UsageError: It is something else.
@@ -290,8 +290,9 @@ def _is_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str)
 
 
 def _entries(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's saved state to load from. Each old entry goes as its successor comes: never both in
-    memory.
+    """Return an optimizer's saved state to load from.
+
+    Each old entry is freed before the new one is read, so that both are never in memory.
     """
     theirs = [group["params"] for group in saved["param_groups"]]
     held = [group["params"] for group in optimizer.param_groups]

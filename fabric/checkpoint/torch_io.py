@@ -1,4 +1,4 @@
-"""`TorchCheckpointIO`: one file, of torch or of safetensors, written aside and renamed."""
+"""`TorchCheckpointIO`: one file of torch or safetensors, written to a temporary path and renamed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint.atomic_write import (
+    commit_path,
     copy_mode,
     is_safetensors,
     named,
-    part_of,
-    put_in_place,
     remove,
     safetensors_at,
     sharded_at,
+    temporary_path,
 )
 from fabric.checkpoint.checkpoint_io import CheckpointIO
-from fabric.checkpoint.content import check_shape, check_tags, unreadable
+from fabric.checkpoint.content import check_shape, check_tags, unreadable_error
 from fabric.checkpoint.digest import CHANGED, DigestWriter, Sealed, damaged, read_seal, verify
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.slices import use_slice
@@ -42,26 +42,26 @@ _DAMAGE = (
     *("PytorchStreamReader", "zip archive", "unexpected EOF", "legacy .tar", "Invalid magic number"),
     "recursion",
 )
-"""What torch.load says of a file that was cut short, or is something else altogether."""
+"""Texts in errors of `torch.load` for a file that was truncated, or is no checkpoint."""
 _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError),
     *(AssertionError, OverflowError, MemoryError, struct.error, RuntimeError),
 )
-"""What its safe unpickler raises where a file is no pickle."""
+"""Errors of its safe unpickler for a file that is no pickle."""
 _CUT_SHORT = "it was cut short, or not written by fabric.save or torch.save"
 
 
 class TorchCheckpointIO(CheckpointIO):
     """Checkpoints as single files of `torch.save`, on a local disk or behind any fsspec URL.
 
-    A name that ends with ".safetensors" is written as such; either kind is read, by what is in it.
+    A name that ends with ".safetensors" is written as safetensors. Files are read by content, not by name.
 
     Args:
-        verify: Whether loading reads a file to its end first and compares what was written. Files that others
-            wrote are loaded as they are.
+        verify: Whether loading first reads the whole file and compares its digest. Files of other programs,
+            which have none, are loaded unverified.
     """
 
-    verify = True  # also of subclasses that do not call this
+    verify = True  # for subclasses that do not call __init__
 
     def __init__(self, verify: bool = True) -> None:
         self.verify = verify
@@ -69,7 +69,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write to a temporary file beside `path`, flush it to the disk, and rename it over `path`.
+        """Write to a temporary file in the same directory, flush it to the disk, and rename it over `path`.
 
         Raises:
             ConfigurationError: `storage_options` were given; this IO has none. Or a safetensors file cannot
@@ -112,13 +112,13 @@ class TorchCheckpointIO(CheckpointIO):
         if local is not None:
             verify(self.sealed(path))
             return self.load_verified(path, map_location, weights_only)
-        with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
+        with tempfile.NamedTemporaryFile() as copy:  # mapped: it must exist until it is read
             _fetch(str(path), copy)
             verify(self._sealed(Path(copy.name), path))
             return self._read(Path(copy.name), path, map_location, weights_only)
 
     def sealed(self, path: PathLike) -> list[Sealed]:
-        """Return what is to be verified of the local files at `path`; with `verify=False` nothing.
+        """Return the ranges to verify of the local files at `path`; with `verify=False` none.
 
         Raises:
             DamagedCheckpointError: A file is not what was written.
@@ -144,8 +144,8 @@ class TorchCheckpointIO(CheckpointIO):
         if not path.is_file():
             return []
         with path.open("rb", buffering=0) as file:
-            told = read_seal(file, name)
-        return [] if told is None else [Sealed(path, 0, told["size"], told["crc32"], damaged(name, CHANGED))]
+            seal = read_seal(file, name)
+        return [] if seal is None else [Sealed(path, 0, seal["size"], seal["crc32"], damaged(name, CHANGED))]
 
     def _read(
         self, path: Any, name: PathLike, map_location: Any, weights_only: bool | None
@@ -184,17 +184,17 @@ class TorchCheckpointIO(CheckpointIO):
             known = isinstance(error, RuntimeError) and any([sign in str(error) for sign in _DAMAGE])
             if not safe or (isinstance(error, RuntimeError) and not known):
                 raise
-            raise unreadable(name, path, error) from error
+            raise unreadable_error(name, path, error) from error
         check_shape(tree, name)
         check_tags(tree, name)
         return tree
 
     def _load(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-        if is_safetensors(path):  # torch would go by the name
+        if is_safetensors(path):  # torch would choose the format by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
-        # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them. Files in
-        # the old format, which are no archives, cannot be mapped.
+        # Objects that only an unsafe load reads may hold tensors that are not found and copied. Files in the
+        # old format, which are no archives, cannot be mapped.
         on_host = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
         mapped = safe and on_host and zipfile.is_zipfile(path)
         return torch.load(path, map_location, weights_only=safe, mmap=mapped)  # type: ignore[no-any-return]
@@ -222,13 +222,13 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    part = part_of(path, directory=False)
+    part = temporary_path(path, directory=False)
     try:
         with part.open("r+b", buffering=0) as file:
             copy_mode(path, part)
             write(file)
             os.fsync(file.fileno())
-        put_in_place(part, path)
+        commit_path(part, path)
     except BaseException:
         remove(part)
         raise
@@ -243,10 +243,10 @@ def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> N
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Let torch.save leave out its own checksums, which are slow, and which torch.load does not read.
+    """Disable the checksums of torch.save, which are slow, and which torch.load does not read.
 
     Raises:
-        OSError: Bytes are missing; torch's writer notices it at its end, which covers up why.
+        OSError: A write failed. torch's writer would replace it by an error of its own at the end.
     """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -261,10 +261,10 @@ def saving() -> Iterator[None]:
 
 
 def _save_to_url(write: Callable[[Any], None], url: str) -> None:
-    # One of its own: what the loop writes meanwhile must not come into this transaction.
+    # A separate instance: other writes of the loop must not become part of this transaction.
     filesystem = get_filesystem(url, skip_instance_cache=True)
     directory = url.rsplit("/", 1)[0]
-    if not filesystem.isdir(directory):  # else s3fs would make the bucket, which few may
+    if not filesystem.isdir(directory):  # else s3fs would create the bucket, which needs permissions
         filesystem.makedirs(directory, exist_ok=True)
     with filesystem.transaction, filesystem.open(url, "wb") as file:
         write(file)

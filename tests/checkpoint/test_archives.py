@@ -21,7 +21,7 @@ DTYPES = [
 def written(tmp_path):
     def write(*tensors):
         part = ShardWriter({str(i): tensor for i, tensor in enumerate(tensors)})
-        part.agree([part.plan([*part.values])], 0)
+        part.plan({})
         part.write(tmp_path)
         return (tmp_path / "__0_0.distcp").read_bytes()
 

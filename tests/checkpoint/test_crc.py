@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from fabric.checkpoint import crc as crcs
-from fabric.checkpoint.crc import Crc32, crc_of_range, joined
+from fabric.checkpoint.crc import Crc32, combine_crcs, crc_of_range
 
 DATA = random.Random(0).randbytes(12 << 20)
 SIZES = (0, 1, 7, 8, 1000, 1 << 20, 2_559_999, 3 << 20)
@@ -62,7 +62,7 @@ def test_each_byte_is_read_once(file, monkeypatch):
 def test_values_of_neighbours_join():
     for size in (0, 1, 1000, 1 << 20):
         first, second = DATA[:777], DATA[777 : 777 + size]
-        assert joined(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)
+        assert combine_crcs(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)
 
 
 def test_one_flipped_bit_has_another_value():

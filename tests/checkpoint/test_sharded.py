@@ -24,7 +24,7 @@ from fabric import Fabric
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 from fabric.checkpoint.formats.sharded.directory import write_manifest
-from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
+from fabric.checkpoint.portable import LazyTensor, placeholder_of
 from fabric.cli import main
 from fabric.core.errors import DamagedCheckpointError, UsageError
 
@@ -330,10 +330,10 @@ def test_consolidate_to_what_is_no_other_path(fabric, tmp_path, capsys, monkeypa
 
 
 def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
-    part = ShardWriter({"here": torch.ones(1), "away": {"w": kept_elsewhere(torch.ones(2))}})
-    assert part.open == ["away.w"]
+    part = ShardWriter({"here": torch.ones(1), "away": {"w": placeholder_of(torch.ones(2))}})
+    assert part.owners == {"away.w": 0}
     with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
-        part.agree([part.plan([*part.values])], 0)
+        part.describe([part.plan(part.owners)])
     assert names(tmp_path) == []
 
 

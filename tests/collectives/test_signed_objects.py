@@ -115,7 +115,7 @@ def forge_notes(folder):
     written = Path.write_bytes
 
     def forged(self, data):
-        return written(self, pickle.dumps(Harm(folder / "harm")) if self.suffix == ".told" else data)
+        return written(self, pickle.dumps(Harm(folder / "harm")) if self.suffix == ".report" else data)
 
     Path.write_bytes = forged
     return lambda: setattr(Path, "write_bytes", written)

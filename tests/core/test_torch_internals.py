@@ -581,6 +581,21 @@ def test_a_place_in_a_file_is_what_torch_writes(tmp_path: Path) -> None:
     assert place == sharded.place_in_file("__0_0.distcp", 0, size)
 
 
+def test_a_dtensor_has_one_chunk_on_a_rank() -> None:
+    """Sharded checkpoints could not be written."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = DTensor.from_local(torch.ones(2, 3), DeviceMesh("cpu", [0]), [Shard(0)])
+        chunk = sharded.chunk_of(tensor)
+    finally:
+        dist.destroy_process_group()
+    assert (chunk.offsets, chunk.sizes) == ((0, 0), (2, 3))
+
+
 def test_ddp_leaves_out_what_it_is_told_to() -> None:
     """Weights of other kinds (torchao's int8) would be sent at setup, which raises."""
     import torch.distributed as dist

@@ -1,1 +1,1 @@
-"""Saves that go on beside the loop: `fabric.save(..., wait=False)`."""
+"""Saves in the background of the loop: `fabric.save(..., wait=False)`."""

@@ -1,4 +1,4 @@
-"""`PendingSave`: a save that goes on while the loop does, from a copy in host memory. One at a time."""
+"""`PendingSave`: a save in a background thread, from a copy in host memory. One at a time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def _join_all() -> None:
         thread.join()
 
 
-# When a process ends, Python shuts executors down first, by which drivers of object stores connect, and joins
-# threads then. What is registered after the executors (by their import, above) comes before them.
-with suppress(AttributeError, RuntimeError):  # Python's own; or it is too late
+# At exit Python first shuts down executors, which drivers of object stores use, and then joins threads. A
+# function that is registered after the executors (by their import, above) runs before them.
+with suppress(
+    AttributeError, RuntimeError
+):  # another Python has no such function; or the interpreter is shutting down
     threading._register_atexit(_join_all)  # type: ignore[attr-defined]
 
 
 class PendingSave:
-    """The handle of a save that `fabric.save(..., wait=False)` has begun.
+    """The handle of a save that `fabric.save(..., wait=False)` has started.
 
     Its error is raised by `wait()`, or else by the next save or load; a process that ends without any of
     them waits for the file, prints the error, and ends with exit code 1.
@@ -51,16 +53,16 @@ class PendingSave:
             self._thread.start()
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to write. Sends nothing."""
+        """Whether this rank has finished writing. No communication."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is there, for all ranks. All ranks must call this.
+        """Wait until all ranks have written the checkpoint. All ranks must call this.
 
         Raises:
-            OSError: It could not be written; on the other ranks a RankError that says so.
+            OSError: It could not be written; other ranks raise a RankError that quotes it.
         """
-        if self._strategy.pending is not self:  # somebody has waited for it
+        if self._strategy.pending is not self:  # already waited for
             return
         self._strategy.pending = None
         with together(self._strategy, f"saving {self._path}"):
@@ -73,7 +75,7 @@ class PendingSave:
             self._write()  # type: ignore[misc]
         except Exception as error:
             self._error = error
-        self._write = None  # and what it held
+        self._write = None  # free the copy
         _WRITING.discard(threading.current_thread())
 
     def _end(self) -> None:

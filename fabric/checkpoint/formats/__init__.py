@@ -1,1 +1,1 @@
-"""Formats of checkpoints beside torch's file."""
+"""Formats of checkpoints other than the file of `torch.save`."""

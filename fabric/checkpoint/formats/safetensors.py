@@ -2,7 +2,7 @@
 
 Read by the package `safetensors`, which maps a file. Written here: the package's own way makes a temporary
 file that stays when the process is killed, and wants the whole model in memory at once. A file of ours has a
-CRC-32 of all its bytes in the header's free part, `__metadata__`, where every reader passes over it.
+CRC-32 of all its bytes in `__metadata__` of the header, which readers ignore.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from fabric.checkpoint.atomic_write import INDEX, INDICES, LENGTH, SINGLE
 from fabric.checkpoint.content import listed_file
-from fabric.checkpoint.crc import Crc32, joined
+from fabric.checkpoint.crc import Crc32, combine_crcs
 from fabric.checkpoint.digest import CHANGED, Sealed, damaged, write_all
 from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
 from fabric.checkpoint.snapshot import storage_key, values
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _START = b'{"__metadata__": {"fabric-crc32": "'
 _FACTS = b', "fabric-facts": "'
-"""These two say that a file has a digest: one flipped bit can hide one of them only."""
+"""Two marks of a file with a digest: one flipped bit can hide one of them only."""
 _TIES = "fabric-ties"
 """In a header of ours: names of tensors that are one, and the name that it has."""
 _BLANK = b"0" * 8
-"""What stands in the place of a digest while it is taken."""
+"""Placeholder of the digest while it is computed."""
 
 
 def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     """
     if all([isinstance(value, torch.Tensor) for value in checkpoint.values()]):
         return checkpoint
-    # One that has more beside its tensors is refused when it is written, by a better error.
+    # A model with other entries than tensors is refused when it is written, by a better error.
     trees = {name: tree for name, tree in checkpoint.items() if type(tree) in PLAIN_DICTS}
     models = {
         n: tree for n, tree in trees.items() if any([isinstance(x, torch.Tensor) for x in tree.values()])
@@ -113,7 +113,7 @@ def sealed(path: Path, name: PathLike) -> list[Sealed]:
 
     Args:
         path: As for `read`.
-        name: How the user calls it.
+        name: The name in errors.
 
     Raises:
         DamagedCheckpointError: A file is missing, or the index is not what was written.
@@ -129,7 +129,7 @@ def read(path: Path, name: PathLike) -> dict[str, Tensor]:
 
     Args:
         path: A file, a directory, or the index in one.
-        name: How the user calls it.
+        name: The name in errors.
 
     Raises:
         DamagedCheckpointError: A file is missing, or not what was written; the message names it.
@@ -140,7 +140,7 @@ def read(path: Path, name: PathLike) -> dict[str, Tensor]:
     try:
         return held[""] if where is None else {key: held[file][key] for key, file in where.items()}
     except KeyError as error:
-        raise damaged(_index(path), f"its files are not what it says ({error!r})") from error
+        raise damaged(_index(path), f"its files are not those that it lists ({error!r})") from error
 
 
 def _index(path: Path) -> Path:
@@ -158,7 +158,7 @@ def _files(path: Path, name: PathLike) -> tuple[dict[str, tuple[Path, PathLike]]
         names = {*where.values()}
         return {file: (listed_file(path.parent, file, path), path.parent / file) for file in names}, where
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, f"its files are not what it says ({error!r})") from error
+        raise damaged(path, f"its files are not those that it lists ({error!r})") from error
 
 
 def _read_file(path: Path, name: PathLike) -> dict[str, Tensor]:
@@ -166,12 +166,13 @@ def _read_file(path: Path, name: PathLike) -> dict[str, Tensor]:
     try:
         with package.safe_open(path, framework="pt") as opened:
             held = {key: _stored(opened.get_tensor(key)) for key in opened.keys()}  # noqa: SIM118 - no dict
-            said = opened.metadata() or {}
+            metadata = opened.metadata() or {}
     except package.SafetensorError as error:
         raise damaged(name, str(error)) from error
     # Of others, those of the package's `save_model`.
     try:
-        ties = json.loads(said[_TIES]) if _TIES in said else {k: v for k, v in said.items() if k != "format"}
+        ties = {key: kept for key, kept in metadata.items() if key != "format"}
+        ties = json.loads(metadata[_TIES]) if _TIES in metadata else ties
         return {**{key: held[kept] for key, kept in ties.items() if kept in held}, **held}
     except (ValueError, AttributeError, TypeError) as error:
         raise damaged(name, f"its {_TIES} cannot be read ({error!r})") from error
@@ -206,7 +207,7 @@ def _sealed(path: Path, name: PathLike) -> Sealed | None:
         raise error from None
     blank = Crc32()
     blank.update(length + header[:at] + _BLANK + header[end:])
-    return Sealed(path, size - rest, rest, crc ^ joined(blank.value, 0, rest), error)
+    return Sealed(path, size - rest, rest, crc ^ combine_crcs(blank.value, 0, rest), error)
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 _OURS = re.compile(r"(step-\d+(?:\.pt)?)|\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.(part|old)")
-"""A checkpoint, or what a save of one has left: a part, or the one before, set aside."""
+"""Names of a checkpoint, of an incomplete one, and of a former one that a save has set aside."""
 
 
 def save_latest(
@@ -36,7 +36,7 @@ def save_latest(
     name += ".pt" * (format == "full")
     path = join_path(directory, name)
     then = partial(retire, strategy.checkpoint_io, directory, keep, name)
-    if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # which takes what Lightning's takes
+    if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # with Lightning's signature
         strategy.save_checkpoint(path, state)
         with together(strategy, f"retiring checkpoints of {directory}"):
             if strategy.is_global_zero:
@@ -55,29 +55,30 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
             raise NotADirectoryError(f"{where} is a file. Give load_latest the directory of save_latest.")
         names = checkpoints(directory) if strategy.is_global_zero else None
     names = strategy.broadcast(names)
-    said = ""
+    failure = ""
     for name in names:
         path = join_path(directory, name)
         with ExitStack() as stack:
             try:
                 tree = stack.enter_context(strategy.opened(path))
             except Exception as error:  # on all ranks: its own, or one that quotes another rank's
-                said = f"{type(error).__name__}: {error}"
-                rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {said}")
+                failure = f"{type(error).__name__}: {error}"
+                rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {failure}")
                 continue
             with together(strategy, f"loading {path}"):
                 strategy.restore(tree, state, strict)
             return step_of(name)
     if names:
         raise UsageError(
-            f"None of the {len(names)} checkpoints in {directory} can be loaded. The oldest: {said}"
+            f"None of the {len(names)} checkpoints in {directory} can be loaded. The oldest: {failure}"
         )
     return None
 
 
 def checkpoints(directory: PathLike) -> list[str]:
-    """The names of a directory's checkpoints, the newest first; also of those that were set aside for a new
-    one that never came.
+    """Return the names of a directory's checkpoints, the newest first.
+
+    Checkpoints that a killed save has set aside are among them.
     """
     found = [_OURS.fullmatch(name) for name in list_directory(directory)]
     names = {one[1] or one[2] for one in found if one and one[3] != "part"}
@@ -85,7 +86,7 @@ def checkpoints(directory: PathLike) -> list[str]:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in the name of a checkpoint."""
     return int(name.removeprefix("step-").removesuffix(".pt"))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint import state as states
-from fabric.checkpoint.atomic_write import present, put_in_place, remove
+from fabric.checkpoint.atomic_write import commit_path, present, remove
 from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.digest import damaged
 from fabric.checkpoint.formats.sharded.directory import begin, check, digest, write_manifest
@@ -89,7 +89,7 @@ def save(
             if rank == 0:
                 digests = {name: value for of_rank in by_rank for name, value in of_rank.items()}
                 write_manifest(directory, digests, **facts)
-                put_in_place(directory, target)
+                commit_path(directory, target)
                 if then is not None:
                     then()
     except BaseException:

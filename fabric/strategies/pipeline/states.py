@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from fabric.checkpoint.portable import elsewhere, read_stored
+from fabric.checkpoint.portable import read_stored, to_placeholder
 from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
@@ -168,12 +168,12 @@ class PipelineStates(DTensorLayout):
         """Yield the entries of each stage, those of the first stage last. All ranks must call this."""
         for rank in reversed(self._ranks):
             is_src = rank == self._ranks[self._stage_index]
-            sent = map_tree(elsewhere, local) if self.keeps_shards else local
+            sent = map_tree(to_placeholder, local) if self.keeps_shards else local
             received = broadcast_tree(sent if is_src else None, rank, self.pipeline)
             if self.keeps_shards:
                 yield local if is_src else received
             else:
-                yield received if self.keeps_full else map_tree(elsewhere, received)
+                yield received if self.keeps_full else map_tree(to_placeholder, received)
 
     def _to_cpu(self, tree: Any) -> Any:
         return tree if self.keeps_shards else map_tree(_leaf_to_cpu, tree)

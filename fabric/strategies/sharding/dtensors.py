@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
+from fabric.checkpoint.portable import LazyTensor, placeholder_of
 from fabric.core._torch import memory_of
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
@@ -273,7 +273,7 @@ def _full(tensor: DTensor, keep: bool) -> Tensor:
         tensor = tensor.to(device)  # type: ignore[assignment]
     value: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     if not keep:
-        return kept_elsewhere(value)
+        return placeholder_of(value)
     return value.cpu() if value.device.type != "cpu" else value.clone() if _is_view(value, tensor) else value
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checkpoint.portable import elsewhere, read_stored
+from fabric.checkpoint.portable import read_stored, to_placeholder
 from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
@@ -140,13 +140,13 @@ class ShardedStates(Replicate):
         gathered: dict[int, Any] = {}
         for src in range(channel.world_size):
             is_src = src == shard.rank
-            sent = map_tree(elsewhere, local) if self.keeps_shards else local
+            sent = map_tree(to_placeholder, local) if self.keeps_shards else local
             received = broadcast_tree(sent if is_src else None, channel.collective.members[src], channel)
             if self.keeps_shards:
                 gathered.update(local if is_src else received)
                 continue
             # One owner at a time: the device may have no memory for the states of all ranks.
-            keep = partial(_leaf_to_cpu, copy=is_src) if self.keeps_full else elsewhere
+            keep = partial(_leaf_to_cpu, copy=is_src) if self.keeps_full else to_placeholder
             gathered.update(map_tree(keep, received))
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update({shard.params[i]: gathered[i] for i in sorted(gathered)})

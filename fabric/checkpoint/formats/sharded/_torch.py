@@ -24,3 +24,13 @@ def memory_format_of(value: int) -> Any:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     return _MEM_FORMAT_ENCODING(value)
+
+
+def chunk_of(tensor: Any) -> Any:
+    """Return offsets and sizes (`ChunkStorageMetadata`) of this rank's shard of a DTensor.
+
+    Raises:
+        ValueError: A placement is partial.
+    """
+    (chunk,) = tensor.__create_chunk_list__()
+    return chunk

@@ -1,8 +1,7 @@
 """Sharded checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part, and reads its part.
 
-Imported where one is written or read: DCP takes seconds to import. The tree of a checkpoint is that of a full
-file. DCP flattens it ("model.0.weight"); what that loses (kinds of containers, numbers as keys) lies beside,
-in `.metadata`.
+Imported lazily: DCP takes seconds to import. The tree of a checkpoint is that of a full file. DCP flattens it
+("model.0.weight"). `.metadata` also has the tree itself, with types of containers and numbers as keys.
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import ZipFile
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
-from fabric.checkpoint.content import check_shape, check_tags, listed_file, untrusted
+from fabric.checkpoint.content import check_shape, check_tags, listed_file, unsafe_object_error
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.description import read_description
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
-from fabric.checkpoint.portable import LazyTensor, is_elsewhere
+from fabric.checkpoint.formats.sharded.plan import chunks_to_write, describe
+from fabric.checkpoint.portable import LazyTensor, is_placeholder, owner_of
 from fabric.checkpoint.snapshot import Snapshot, storage_key, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving
 from fabric.core.errors import ConfigurationError, UsageError
@@ -45,24 +45,26 @@ from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from fabric.checkpoint.formats.sharded.plan import Chunk
+
 
 _LARGE = 16 << 20
-"""Bytes of a tensor from which on torch itself writes it, for which the time does not count."""
+"""Larger tensors, in bytes, are written by torch itself, whose overhead does not matter for them."""
 
 
 class Pickled(NamedTuple):
-    """A tensor that is more than its values: a Parameter, a sparse one. It is written as any object."""
+    """A tensor with more than its values (a Parameter, a sparse one). It is written as an object."""
 
     value: Tensor
 
 
 @contextmanager
 def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
-    """A new file, of which a digest is taken while it is written; flushed to the disk at the end."""
+    """Context with a new file that computes its digest, which is flushed to the disk at the end."""
     with path.open("wb", buffering=0) as file:
         digested = DigestWriter(file)
         yield digested
@@ -75,91 +77,85 @@ class ShardWriter:
     """The values of a checkpoint that one rank writes.
 
     Args:
-        tree: The checkpoint, alike on all ranks: of a split tensor a rank has its part (a DTensor), of
-            one that other ranks have, its shape (`kept_elsewhere`).
+        tree: The checkpoint, with the same keys on all ranks. A sharded tensor is a DTensor. A tensor of
+            another rank is a placeholder (`placeholder_of`).
+        rank: Its number in the save, and in the name of its file.
     """
 
-    def __init__(self, tree: dict[str, Any]) -> None:
+    def __init__(self, tree: dict[str, Any], rank: int = 0) -> None:
+        self.rank = rank
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.tied: dict[str, str] = {}
         self._first: dict[Any, str] = {}
-        # Rank zero's values count where several ranks have some.
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         self.tree = self._flatten(tree, ())
 
     @property
-    def open(self) -> list[str]:
-        """The names of what other ranks write, or parts of it."""
-        return [k for k, value in self.values.items() if isinstance(value, DTensor) or is_elsewhere(value)]
+    def owners(self) -> dict[str, int]:
+        """Owners, as global ranks, of the values of which this rank has placeholders."""
+        return {name: owner_of(value) for name, value in self.values.items() if is_placeholder(value)}
 
-    def plan(self, names: Sequence[str]) -> Any:
-        """Return a plan of the values in `names` that this rank can write."""
-        # Rank zero may not know that two values that it does not have are one.
-        held = {name: self.tied.get(name, name) for name in names}
-        held = {name: self.values[first] for name, first in held.items() if first in self.values}
-        own = {name: value for name, value in held.items() if not is_elsewhere(value)}
-        self._planner.set_up_planner(own)
-        return self._planner.create_local_plan()
+    def plan(self, owners: Mapping[str, int], root: int = 0, rank: int = 0) -> list[Chunk]:
+        """Choose what this rank writes, without communication; return the list of its chunks.
 
-    def agree(self, plans: list[Any], rank: int) -> None:
-        """Choose what this rank writes, of what all ranks could.
+        Args:
+            owners: Rank zero's `owners`.
+            root: Rank zero's global rank.
+            rank: This global rank.
+        """
+        # Rank zero may not know that two values are one of which it has placeholders.
+        tied = [(name, self.values[self.tied[name]]) for name in owners if name in self.tied]
+        chosen = chunks_to_write([*self.values.items(), *tied], owners, root, rank)
+        self._parts = [value for _, value in chosen]
+        return [chunk for chunk, _ in chosen]
+
+    def describe(self, plans: Iterable[list[Chunk]]) -> None:
+        """On rank zero: describe the checkpoint, from the chunks of each rank.
 
         Raises:
-            UsageError: No rank has a value, or the parts do not make up a tensor.
+            UsageError: No rank has a value, or the chunks do not make up a tensor.
         """
-        try:
-            plans, self._metadata = self._planner.create_global_plan(plans)
-        except ValueError as error:
-            raise UsageError(f"The ranks hold parts that do not make up one tensor: {error}") from error
-        lost = [name for name in self.values if name not in self._metadata.state_dict_metadata]
-        if lost and rank == 0:
-            raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
-        self._plans, self._rank = plans, rank
+        self._metadata, self._keys = describe(self.values, plans)
 
     def copy(self) -> None:
-        """Take copies, in host memory, of what this rank writes: from now on the values may change."""
-        values = self._planner.state_dict
-        for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
-            values[name] = _copied(values[name])
+        """Copy what this rank writes to host memory: from now on the values may change."""
+        self._parts = [_copied(part) for part in self._parts]
 
     def write(self, directory: Path) -> list[Any]:
-        """Write this rank's file; gives, for JSON, what lies where in it, and its size and digest."""
-        places: list[Any] = []
+        """Write this rank's file; return the lengths of its chunks, its size and its digest, for JSON."""
+        lengths: list[int] = []
         digests: dict[str, Any] = {}
-        items = self._plans[self._rank].items
-        name = _file_of(self._rank)
-        if items:
+        name = _file_of(self.rank)
+        if self._parts:
             with saving(), _writing(directory / name, digests) as stream:
-                for item in items:
+                for part in self._parts:
                     start = stream.tell()
-                    if item.type is WriteItemType.BYTE_IO:
-                        value = self._planner.state_dict[item.index.fqn]
-                        torch.save(value.value if isinstance(value, Pickled) else value, stream)
+                    if isinstance(part, torch.Tensor):
+                        _write_archive(part.detach(), stream)
                     else:
-                        part: Any = self._planner.resolve_data(item)
-                        _write_archive(part, stream)
-                    at = item.index
-                    offset = None if at.offset is None else [*at.offset]
-                    places.append([at.fqn, offset, at.index, start, stream.tell() - start])
-        return [places, digests.get(name)]
+                        torch.save(part.value if isinstance(part, Pickled) else part, stream)
+                    lengths.append(stream.tell() - start)
+        return [lengths, digests.get(name)]
 
-    def finish(self, directory: Path, told: list[Any], facts: Any) -> None:
-        """On rank zero: write what describes the whole checkpoint, of what `write` gave on each rank."""
+    def finish(self, directory: Path, written: list[Any], facts: Any) -> None:
+        """On rank zero: write the metadata and the manifest, from what `write` returned on each rank."""
         places: dict[Any, Any] = {}
         files: dict[str, Any] = {}
-        for rank, (some, digest) in enumerate(told):
-            name = _file_of(rank)
-            for fqn, offset, number, start, length in some:
-                at = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
-                places[at] = place_in_file(name, start, length)
+        for rank, (lengths, digest) in enumerate(written):
+            name, start = _file_of(rank), 0
+            for key, length in zip(self._keys[rank], lengths, strict=True):
+                if key is not None:
+                    places[key] = place_in_file(name, start, length)
+                start += length
             if digest is not None:
                 files[name] = digest
         metadata: Any = self._metadata
+        ties: dict[str, list[str]] = {}
         for name, first in self.tied.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
-            same = {replace(at, fqn=name): place for at, place in places.items() if at.fqn == first}
-            places.update(same)
+            ties.setdefault(first, []).append(name)
+        for key, place in [*places.items()]:
+            places.update({replace(key, fqn=name): place for name in ties.get(key.fqn, ())})
         metadata.storage_data, metadata.planner_data, metadata.fabric_tree = places, self.paths, self.tree
         metadata.version = "1.0.0"  # of torch's format
         with _writing(directory / METADATA, files) as stream:
@@ -167,20 +163,20 @@ class ShardWriter:
         write_manifest(directory, files, torch=torch.__version__, **facts)
 
     def _flatten(self, node: Any, path: tuple[str | int, ...]) -> Any:
-        """The tree with names in the places of values, under which DCP has them."""
+        """Return the tree with the names of values in DCP in place of the values."""
         if type(node) in PLAIN_DICTS:
             return same_dict_type(
                 node, {key: self._flatten(value, (*path, str(key))) for key, value in node.items()}
             )
-        if _is_open(node):
+        if _is_flattened(node):
             return type(node)([self._flatten(value, (*path, i)) for i, value in enumerate(node)])
         name = ".".join([str(step) for step in path])
         while name in self.paths:  # {"a.b": 1, "a": {"b": 2}}
             name += "'"
         self.paths[name] = path
         if isinstance(node, torch.Tensor):
-            node = node if is_elsewhere(node) or _is_plain(node) else Pickled(node)
-            alone = isinstance(node, Pickled) or is_elsewhere(node)
+            node = node if is_placeholder(node) or _is_plain(node) else Pickled(node)
+            alone = isinstance(node, Pickled) or is_placeholder(node)
             first = self._first.setdefault(name if alone else storage_key(node), name)
             if first != name:
                 self.tied[name] = first
@@ -194,39 +190,39 @@ def _file_of(rank: int) -> str:
 
 
 def _write_archive(tensor: Tensor, stream: Any) -> None:
-    """Write what `torch.save` writes of the values of `tensor`, without a ZIP archive made for each."""
+    """Write the bytes of `torch.save(tensor)`; the ZIP archive around the values is made once per shape."""
     if tensor.numel() * tensor.dtype.itemsize > _LARGE:
         flat = as_bytes(tensor.cpu())
-        if flat.untyped_storage().nbytes() > flat.numel():  # of a part all would be written
+        if flat.untyped_storage().nbytes() > flat.numel():  # torch would write the whole storage of a view
             flat = flat.clone()
         torch.save(flat.view(tensor.dtype).view(tensor.shape), stream)
         return
-    head, tail = _around(tensor.dtype, tensor.shape)
+    head, tail = _archive_ends(tensor.dtype, tensor.shape)
     stream.write(head)
     stream.write(values(tensor))
     stream.write(tail)
 
 
 @lru_cache(256)
-def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+def _archive_ends(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """Return the bytes before and after the values: the same for all tensors of one dtype and shape."""
     made = BytesIO()
     torch.save(torch.empty(shape, dtype=dtype), made)
     with ZipFile(made) as archive:
         entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    held = made.getbuffer()
+    archive_bytes = made.getbuffer()
     # Source: the ZIP format (APPNOTE 4.3.7): 30 bytes, the lengths of name and padding in the last four.
     start = entry.header_offset + 30
-    start += sum([int.from_bytes(held[start - n : start - n + 2], "little") for n in (4, 2)])
-    return bytes(held[:start]), bytes(held[start + entry.file_size :])
+    start += sum([int.from_bytes(archive_bytes[start - n : start - n + 2], "little") for n in (4, 2)])
+    return bytes(archive_bytes[:start]), bytes(archive_bytes[start + entry.file_size :])
 
 
 class Checkpoint:
-    """A sharded checkpoint that is read, also one that `torch.distributed.checkpoint.save` has written.
+    """A reader of a sharded checkpoint, also of `torch.distributed.checkpoint.save`.
 
     Args:
-        directory: Where it is.
-        safe: Whether to refuse objects that only unpickling any code would read.
+        directory: Its path.
+        safe: Whether to refuse objects that safe loading does not read.
     """
 
     def __init__(self, directory: Path, safe: bool = True) -> None:
@@ -239,7 +235,7 @@ class Checkpoint:
         self._made: dict[Any, Any] = {}
 
     def tree(self) -> dict[str, Any]:
-        """All that is in it; tensors are read when they are used (see `LazyTensor`), until `close`."""
+        """Return its content; tensors are read when they are used (see `LazyTensor`), until `close`."""
         known = self._metadata.state_dict_metadata
         tree = getattr(self._metadata, "fabric_tree", None)
         if tree is None:
@@ -251,7 +247,7 @@ class Checkpoint:
         return made
 
     def close(self) -> None:
-        """Tensors that were not used cannot be any more: the files may change."""
+        """Make tensors that were not read yet unusable: the files may change."""
         self._reader = None
 
     def _values(self, node: Any) -> Any:
@@ -274,7 +270,7 @@ class Checkpoint:
         try:
             made = torch.load(read.data, map_location="cpu", weights_only=self.safe)
         except pickle.UnpicklingError as error:
-            raise untrusted(f"{name!r} in {self.directory} is an object that") from error
+            raise unsafe_object_error(f"{name!r} in {self.directory} is an object that") from error
         check_shape(made, self.directory)
         return made
 
@@ -326,18 +322,18 @@ class _Read:
 def consolidate(
     path: Path, output: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[str]:
-    """Make one full file of a sharded checkpoint, in the memory of one tensor.
+    """Convert a sharded checkpoint to one full file, in the memory of one tensor.
 
     Args:
         path: The sharded checkpoint.
         output: The file; replaced if it exists.
-        progress: Called after each tensor with the number of those that were read, and of all.
+        progress: Called after each tensor with the numbers of tensors read so far and in all.
 
     Returns:
-        The names of what the file has not: a safetensors file has a model only.
+        The names that the file does not have: a safetensors file has a model only.
 
     Raises:
-        UsageError: At `path` is no sharded checkpoint, or one with a damaged file.
+        UsageError: `path` is no sharded checkpoint, or a file in it is damaged.
         ConfigurationError: It has no model, or several, and `output` can hold one. Or `output` is `path`.
     """
     if output.resolve() == path.resolve():
@@ -364,7 +360,7 @@ def consolidate(
             if not isinstance(leaf, LazyTensor):
                 return leaf
             if id(leaf) not in made:  # else tied
-                made[id(leaf)] = leaf.read(_on_disk(Path(folder) / str(len(made)), leaf))
+                made[id(leaf)] = leaf.read(_file_backed(Path(folder) / str(len(made)), leaf))
                 progress(len(made), total)
             return made[id(leaf)]
 
@@ -372,8 +368,8 @@ def consolidate(
     return []
 
 
-def _on_disk(file: Path, like: Tensor) -> Tensor | None:
-    """Memory for a large tensor that is a file, so that it need not be in memory; None: it is not large."""
+def _file_backed(file: Path, like: Tensor) -> Tensor | None:
+    """Return a file-backed buffer for a large tensor, which needs no memory; None: it is not large."""
     if like.numel() * like.dtype.itemsize < LARGE:
         return None
     flat = torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype)
@@ -381,15 +377,15 @@ def _on_disk(file: Path, like: Tensor) -> Tensor | None:
     return flat.view(like.shape)
 
 
-def _is_open(node: Any) -> bool:
-    """Whether the entries of a list or tuple have names of their own, as DCP wants it."""
+def _is_flattened(node: Any) -> bool:
+    """Whether DCP has the entries of a list or tuple under separate names."""
     if type(node) not in (list, tuple):
         return False
-    return any([isinstance(v, torch.Tensor) or type(v) in PLAIN_DICTS or _is_open(v) for v in node])
+    return any([isinstance(v, torch.Tensor) or type(v) in PLAIN_DICTS or _is_flattened(v) for v in node])
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its values, and no more."""
+    """Whether a tensor has no state but its values."""
     if isinstance(tensor, DTensor):
         return True
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or vars(tensor)
@@ -403,7 +399,7 @@ def _copied(value: Any) -> Any:
 
 
 def _nested(leaves: list[tuple[Any, Any]]) -> Any:
-    """The tree of leaves by path, as plain DCP knows it: steps that are numbers are those of lists."""
+    """Return the tree of leaves by path, as DCP has it: numbers in a path are indices of lists."""
     tree: dict[Any, Any] = {}
     for path, leaf in leaves:
         node = tree
@@ -419,7 +415,7 @@ def _with_lists(node: Any) -> Any:
     made = {key: _with_lists(value) for key, value in node.items()}
     if all([type(key) is int for key in made]):
         return [made[key] for key in sorted(made)]
-    # An optimizer's, in which parameters have numbers.
+    # In the state of an optimizer, parameters have numbers.
     if "param_groups" in made and made.keys() <= {"state", "param_groups", "param_names"}:
         state = made.get("state", {})
         made["state"] = {int(key) if key.isdigit() else key: value for key, value in state.items()}

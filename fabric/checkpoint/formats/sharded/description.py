@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fabric.checkpoint.atomic_write import METADATA
-from fabric.checkpoint.content import refused_global
+from fabric.checkpoint.content import unsafe_global_error
 from fabric.checkpoint.formats.sharded._torch import layout_of, memory_format_of, place_in_file
 from fabric.core.errors import UsageError
 
@@ -31,7 +31,7 @@ _CLASSES = (
     *(ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, Metadata),
     *(StorageMeta, TensorProperties, type(place_in_file("", 0, 0))),
 )
-"""What a description consists of, beside containers, dtypes and paths."""
+"""Classes of a description; it also has containers, dtypes and paths."""
 _CALLED = {
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
@@ -72,7 +72,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         for known in _CLASSES:
             if (module, name) == (known.__module__, known.__qualname__):
                 return known
-        raise refused_global(self._file, f"{module}.{name}")
+        raise unsafe_global_error(self._file, f"{module}.{name}")
 
 
 def _call_of(called: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from fabric.checkpoint.atomic_write import MANIFEST, METADATA, alone_in, flush_directory, part_of
+from fabric.checkpoint.atomic_write import MANIFEST, METADATA, directory_lock, flush_directory, temporary_path
 from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.crc import crc_of_range
 from fabric.checkpoint.digest import Sealed, damaged, verify
@@ -39,19 +39,23 @@ def write_manifest(directory: Path, files: dict[str, Any], **facts: Any) -> None
 
 
 def sealed(directory: Path) -> list[Sealed]:
-    """Return what is to be verified of a checkpoint: its files; without manifest nothing.
+    """Return the ranges to verify of a checkpoint: all its files; none without a manifest.
 
     Raises:
         DamagedCheckpointError: A file is missing, or has another size; the message names it.
     """
-    if not (directory / MANIFEST).exists():  # of torch alone, else the reader knows
+    if not (
+        directory / MANIFEST
+    ).exists():  # written by torch; of one of ours the reader finds that it is missing
         return []
     found = []
-    for name, said in sorted(_read_manifest(directory)["files"].items()):
+    for name, entry in sorted(_read_manifest(directory)["files"].items()):
         file = listed_file(directory, name)
-        if file.stat().st_size != said["size"]:
-            raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
-        found.append(Sealed(file, 0, said["size"], said["crc32"], damaged(directory, f"{name} has changed")))
+        if file.stat().st_size != entry["size"]:
+            raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
+        found.append(
+            Sealed(file, 0, entry["size"], entry["crc32"], damaged(directory, f"{name} has changed"))
+        )
     return found
 
 
@@ -65,17 +69,17 @@ def check(directory: Path, place: int, ranks: int) -> None:
 
 
 def begin(path: Path) -> Path:
-    """A new directory beside `path`, to be written into: until `put_in_place`, or `remove`.
+    """Create the temporary directory of a save to `path`; end with `commit_path` or `remove`.
 
     Raises:
         IsADirectoryError: At `path` is a directory with files that no save has written.
         OSError: The directory cannot be made.
     """
-    with alone_in(path.parent):
+    with directory_lock(path.parent):
         refuse_foreign(path)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileExistsError(f"{path} is neither a file nor a directory that a checkpoint could replace.")
-    return part_of(path, directory=True)
+    return temporary_path(path, directory=True)
 
 
 def refuse_foreign(path: Path) -> None:

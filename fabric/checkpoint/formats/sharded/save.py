@@ -1,4 +1,4 @@
-"""Saving sharded checkpoints: what all ranks do together."""
+"""Saving of sharded checkpoints, by all ranks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.checkpoint import state as states
-from fabric.checkpoint.atomic_write import hold, is_held, is_safetensors, named, put_in_place, remove
+from fabric.checkpoint.atomic_write import commit_path, hold, is_locked, is_safetensors, named, remove
 from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
+from fabric.collectives.reduce import reduce_tree
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.launch.garbage import gc_disabled
 from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from fabric.checkpoint.formats.sharded.dcp import ShardWriter
+    from fabric.checkpoint.formats.sharded.plan import Chunk
     from fabric.core.types import Filter, PathLike
 
 FORMATS = ("full", "sharded")
@@ -77,116 +81,137 @@ def save_sharded(
     here = strategy.topology
     zero, rank = here.is_global_zero, here.rank
     part: Path | None = None
-    mark: Path | None = None
+    marker: Path | None = None
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
         tree = states.gather(strategy, state, filter, allow_pickle)
     try:
         with _together(strategy, path):
             from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 
-            own = ShardWriter(tree)
+            writer = ShardWriter(tree, rank)
             part = begin(path) if zero else None
-        directory, names = strategy.broadcast((part, own.open))
+        directory, owners = strategy.broadcast((part, writer.owners))
         with _together(strategy, path):
-            plan = own.plan([*own.values] if zero else names)
+            chunks = writer.plan(owners, strategy.root(0, None), here.job_rank)
             _check_shared(directory)
-        plans = strategy.all_gather_object(plan, label="save")
+        plans = _gather_plans(strategy, chunks)
         with _together(strategy, path):
-            own.agree(plans, rank)
+            if zero:
+                writer.describe(plans)
             if not wait:
-                own.copy()
-            mark = _mark(directory, rank)
-            mark.write_text(socket.gethostname())
-            hold(mark)
+                writer.copy()
+            marker = _marker_of(directory, rank)
+            marker.write_text(socket.gethostname())
+            hold(marker)
     except BaseException:
-        for left in (mark, part):
+        for left in (marker, part):
             if left is not None:
                 with suppress(OSError):  # which would hide the error of the save
                     remove(left)
         raise
-    marks = [_mark(directory, other) for other in range(here.world_size)] if zero else []
-    meet: Any = _together(strategy, path) if wait else nullcontext()
+    markers = [_marker_of(directory, other) for other in range(here.world_size)] if zero else []
+    step: Any = _together(strategy, path) if wait else nullcontext()
 
     def finish() -> None:
         with named(path):
-            own.finish(directory, _told(marks, path), facts)
-            put_in_place(directory, path)
+            writer.finish(directory, _read_reports(markers, path), facts)
+            commit_path(directory, path)
 
-    return partial(_write, own, path, mark, marks, meet, finish)
+    return partial(_write, writer, path, marker, markers, step, finish)
 
 
 def _write(
-    own: ShardWriter, path: Path, mark: Path, marks: list[Path], meet: Any, finish: Callable[[], None]
+    writer: ShardWriter, path: Path, marker: Path, markers: list[Path], step: Any, finish: Callable[[], None]
 ) -> None:
-    """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
+    """Write this rank's file; rank zero, which has `markers`, waits for all ranks and commits.
 
-    A rank that has ended takes its mark away, for which there is room on a full disk, too. Where the loop
-    waits, they `meet` then: file systems of several machines may show rank zero late that a mark is gone.
+    A rank signals completion by deleting its marker file, which works on a full disk, too. If the loop waits,
+    all ranks enter `step` then: a network file system may show a deletion to rank zero late.
     """
-    note = mark.with_suffix(".told")
+    report = marker.with_suffix(".report")
     try:
-        with meet, named(path):
+        with step, named(path):
             try:
-                note.write_bytes(json.dumps(own.write(mark.parent)).encode())
+                report.write_bytes(json.dumps(writer.write(marker.parent)).encode())
             except BaseException:
                 with suppress(OSError):
-                    note.unlink(missing_ok=True)
+                    report.unlink(missing_ok=True)
                 raise
             finally:
-                remove(mark)
-        _wait_for(marks, path)
-        if marks:
+                remove(marker)
+        _wait_for(markers, path)
+        if markers:
             finish()
     except BaseException:
         with suppress(RankError):
-            _wait_for(marks, path)  # those that still write into it
-        if marks:
-            remove(mark.parent)
+            _wait_for(markers, path)  # other ranks may still write into the directory
+        if markers:
+            remove(marker.parent)
         raise
 
 
-def _wait_for(marks: list[Path], path: Path) -> None:
-    """Wait until the ranks have ended."""
+def _wait_for(markers: list[Path], path: Path) -> None:
+    """Wait until all marker files are deleted."""
     pause = 0.001
-    while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
-        killed = [rank for rank in waiting if _was_killed(marks[rank])]
+    while waiting := [rank for rank, marker in enumerate(markers) if marker.exists()]:
+        killed = [rank for rank in waiting if _was_killed(markers[rank])]
         if killed:
             raise RankError(f"rank {killed[0]} was killed while saving {path}")
         time.sleep(pause)
         pause = min(1.2 * pause, 0.2)
 
 
-def _told(marks: list[Path], path: Path) -> list[Any]:
-    """Return the notes of all ranks about their parts. A rank that has failed raises its own error."""
-    notes = [mark.with_suffix(".told") for mark in marks]
+def _read_reports(markers: list[Path], path: Path) -> list[Any]:
+    """Return the reports of all ranks. A rank that failed has none, and raises its own error."""
+    reports = [marker.with_suffix(".report") for marker in markers]
     failed = [
-        f"rank {rank} failed while saving {path}" for rank, note in enumerate(notes) if not note.exists()
+        f"rank {rank} failed while saving {path}"
+        for rank, report in enumerate(reports)
+        if not report.exists()
     ]
     if failed:
         raise RankError("; ".join(failed))
-    told = [json.loads(note.read_bytes()) for note in notes]
-    for note in notes:
-        note.unlink()
-    return told
+    contents = [json.loads(report.read_bytes()) for report in reports]
+    for report in reports:
+        report.unlink()
+    return contents
 
 
-def _mark(directory: Path, rank: int) -> Path:
-    """It is there while a rank writes beside its loop."""
+def _marker_of(directory: Path, rank: int) -> Path:
+    """Return the marker file of a rank, which exists while it writes."""
     return directory / f"rank-{rank}.writes"
 
 
-def _was_killed(mark: Path) -> bool:
-    """Whether a rank of this machine has ended without a word: then nobody holds its mark. If one of another
-    machine does, it is the launcher who ends the job.
+def _was_killed(marker: Path) -> bool:
+    """Whether a rank of this machine was killed: its marker file exists, unlocked.
+
+    Ranks of other machines are left to the launcher, which ends the job.
     """
     with suppress(OSError):
-        return mark.read_text() == socket.gethostname() and not is_held(mark) and mark.exists()
+        return marker.read_text() == socket.gethostname() and not is_locked(marker) and marker.exists()
     return False
+
+
+def _gather_plans(strategy: Any, chunks: list[Chunk]) -> Iterable[list[Chunk]]:
+    """Return the chunks of each rank on rank zero, and nothing on other ranks. All ranks must call this."""
+    from fabric.checkpoint.formats.sharded.plan import pack_chunks, unpack_chunks
+
+    channel = strategy.channel()
+    if channel.world_size == 1:
+        return [chunks]
+    message = pack_chunks(chunks)
+    longest = int(reduce_tree(torch.tensor(len(message)), "max", channel, label="save"))
+    sent = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
+    sent = channel.transport.to_staging(sent)
+    count = channel.world_size if strategy.topology.is_global_zero else 0
+    rows = [torch.empty_like(sent) for _ in range(count)]
+    channel.collective.gather(sent, rows, strategy.root(0, None))
+    return (unpack_chunks(row.cpu().numpy().tobytes()) for row in rows)
 
 
 @contextmanager
 def _together(strategy: Any, path: Path) -> Iterator[None]:
-    """A step of a save, which all ranks make."""
+    """Context of a step of a save: an error on one rank is raised on all. All ranks must enter it."""
     with states.together(strategy, f"saving {path}"), named(path):
         yield
 
