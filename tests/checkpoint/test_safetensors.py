@@ -488,7 +488,7 @@ def test_damaged_directories_of_hugging_face(fabric, tmp_path):
 
     text = index.read_text()
     index.write_text(text.replace('"embed.weight"', '"embed.weigth"'))
-    assert "index.json is damaged: its files are not what it says (KeyError('embed.weigth'))" in told()
+    assert "index.json is damaged: its files are not those that it lists (KeyError('embed.weigth'))" in told()
     for wrong in (
         text[:-5],
         "[]",

@@ -23,7 +23,7 @@ from fabric.guard.control_connections import _Connection
 @contextmanager
 def received():
     """The bytes that this rank receives in collectives and in the call check, as the only entry of a list."""
-    found, take = [0], _Connection.take
+    found, take = [0], _Connection.receive
 
     def counted(name, size_of):
         call = getattr(TorchCollective, name)
@@ -43,7 +43,7 @@ def received():
         counted("start_all_gather_flat", lambda output, tensor: output.nbytes),
         counted("broadcast", lambda tensor, src: tensor.nbytes * (dist.get_rank() != src)),
         counted("gather", lambda tensor, parts, dst=0: sum([part.nbytes for part in parts])),
-        mock.patch.object(_Connection, "take", taken),
+        mock.patch.object(_Connection, "receive", taken),
     ):
         yield found
 
