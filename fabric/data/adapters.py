@@ -16,6 +16,7 @@ from fabric.core.slices import use_slice
 from fabric.data.order import epoch_of, generator_state_accessors, generators_of, has_state, set_epoch_of
 from fabric.data.rules import Shard
 from fabric.utilities.data import sized_len
+from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import derive_seed, host_states
 
 if TYPE_CHECKING:
@@ -240,7 +241,13 @@ class IndexSource(SeededLoaderAdapter):
             )
         super().begin(epoch, saved)
         self._align_user_generator(saved)
-        self.start = {**self.start, "length": self._num_items()}
+        if saved and (before := saved.get("batch")) not in (None, self._global_batch()):
+            rank_zero_warn(
+                f"The position was saved with {before} samples in a batch of all ranks, and there are "
+                f"{self._global_batch()} now, so the numbers differ from those of a run without the break. "
+                f"Write batch_size={before} // fabric.world_size."
+            )
+        self.start = {**self.start, "length": self._num_items(), "batch": self._global_batch()}
         sampler.start = self.start["samples"]
         sampler.expected_digest = self.start["check"] if sampler.start else None
         order.epoch = epoch
@@ -281,6 +288,7 @@ class IndexSource(SeededLoaderAdapter):
     def initial_state(self) -> dict[str, Any]:
         """Return the initial state of an epoch."""
         state = {"samples": 0, "length": self._num_items(), "check": None, **super().initial_state()}
+        state["batch"] = self._global_batch()
         state["kept"] = self._keeps_workers
         return state if self.is_sharded else {**state, "random": host_states()}
 
@@ -302,6 +310,10 @@ class IndexSource(SeededLoaderAdapter):
 
     def _num_items(self) -> int | None:
         return sized_len(self.sampler.order)
+
+    def _global_batch(self) -> int | None:
+        rule = self.sampler.rule
+        return rule.size if self.is_sharded and rule.batch else None
 
     def _align_user_generator(self, saved: dict[str, Any] | None) -> None:
         """Make the user's generator draw as often as in the run that saved the position.
