@@ -64,6 +64,8 @@ KINDS = [
     Kind("veiled", "Hides('block')", weight=1),
     Kind("ordered", "Ordered(fabric.global_rank)", chain=True, weight=1),
     Kind("growing", "Growing()", chain=True, weight=1),
+    Kind("follows", "Follows('lerp')", chain=True, weight=1),
+    Kind("follows", "Follows('data')", chain=True, weight=1),
 ]  # fmt: skip
 
 AGENT = next(kind for kind in KINDS if kind.name == "agent")

@@ -316,4 +316,18 @@ buffers.sorted = lambda names, reverse=False: list(names)[:: -1 if reverse else 
 """,
         (*DDP, *SPLIT),
     ),
+    "a forward that writes split parameters is refused": Mend(
+        """
+import fabric.strategies.sharding.sharded as sharded
+sharded.check_first_forward = lambda root: None
+""",
+        SPLIT,
+    ),
+    "gradients of torch.autograd.grad are compared at the step": Mend(
+        """
+from fabric.strategies.ddp.replicate import Replicate
+del Replicate.after_grad
+""",
+        DDP,
+    ),
 }

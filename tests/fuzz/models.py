@@ -392,6 +392,27 @@ class Growing(nn.Module):
         return self.out(torch.tanh(self.layer(x))) + self.table[0]
 
 
+class Follows(nn.Module):
+    """A frozen part that each forward in training moves to the trained one, as in MoCo and BYOL."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer, self.follower = how, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        for new, old in zip(self.layer.parameters(), self.follower.parameters(), strict=True):
+            if self.how == "data":
+                old.data = old.data * 0.5 + new.data * 0.5
+            else:
+                old.lerp_(new, 0.5)
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.follow()
+        return torch.tanh(self.layer(x)) + self.follower(x)
+
+
 # what loops call
 
 

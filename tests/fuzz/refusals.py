@@ -39,6 +39,7 @@ OWED = [
     (r"forward without gradients .* with different data", "weights changed between unequal evaluations"),
     (r"is that of an optimizer which was not set up", "scaled gradients, by an optimizer that was forgotten"),
     (r"\.data = \.\.\. would change nothing", "other memory for split parameters"),
+    (r"of which it has a gathered copy", "a forward that writes split parameters"),
     (r"register_hook: .* is split over ranks", "a tensor hook on split parameters"),
     (r"was moved or converted", "a model that was converted after setup"),
     (r"set up by no fabric\.setup: the gradients are those", "a model that was never set up"),
