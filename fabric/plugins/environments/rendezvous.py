@@ -89,5 +89,5 @@ def missing_ranks_text(
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
         f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
-        "only start slowly, write DDPStrategy(startup_timeout=timedelta(minutes=...))." + stale
+        "only start slowly, give the strategy startup_timeout=timedelta(minutes=...)." + stale
     )

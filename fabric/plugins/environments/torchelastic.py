@@ -74,7 +74,7 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     except DistError as error:
         raise LaunchError(
             f"Rank {rank} found no rank zero within {timeout.total_seconds():g} s. Look at rank 0's output; "
-            "if it only starts slowly, write DDPStrategy(startup_timeout=timedelta(minutes=...))."
+            "if it only starts slowly, give the strategy startup_timeout=timedelta(minutes=...)."
         ) from error
 
 
