@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from functools import cache, wraps
+from functools import cache
 from operator import contains, delitem, getitem, setitem
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -158,10 +158,7 @@ class _FabricModule(Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True, *args: Any, **kwargs: Any) -> Self:
-        """Set training or evaluation mode, for the user's module and the modules around it.
-
-        `args` and `kwargs` are for a `train` of the user's.
-        """
+        """Set the mode of the user's module and the modules around it; `args` are for the user's `train`."""
         if args or kwargs:
             self.module.train(mode, *args, **kwargs)
             self._follow_mode()
@@ -247,7 +244,6 @@ def _or_users(name: str) -> Callable[..., Any]:
     """Return a method of nn.Module that calls the user's module, if its class overrides the method."""
     plain = getattr(Module, name)
 
-    @wraps(plain)
     def call(model: _FabricModule, *args: Any, **kwargs: Any) -> Any:
         original = model.__dict__.get("_fabric_original")  # None: while copying or unpickling
         if original is None or getattr(type(original), name, plain) is plain:
@@ -256,6 +252,10 @@ def _or_users(name: str) -> Callable[..., Any]:
         model._follow_mode()
         return model if result is original else result
 
+    call.__name__, call.__qualname__ = name, f"_FabricModule.{name}"
+    call.__doc__ = (
+        f"Call `{name}` of the user's class, if it overrides that of torch.nn.Module, else torch's."
+    )
     return call
 
 

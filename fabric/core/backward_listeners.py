@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ _numbers = itertools.count()
 _backward_patched = _clips_patched = False
 _clip_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_in_trial = False
 _step_hook: Any = None
 """The handle of torch's hook that calls `_step_listeners`; None: there are no listeners."""
 
@@ -96,8 +98,19 @@ def add_step_listener(part: Any) -> Callable[[], None]:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for part in list(_step_listeners.values()):
+    for part in [] if _in_trial else list(_step_listeners.values()):
         part.before_step(optimizer, args, kwargs)
+
+
+@contextmanager
+def trial_of_steps() -> Iterator[None]:
+    """Context in which steps are not reported to listeners: those of copies of an optimizer."""
+    global _in_trial
+    _in_trial = True
+    try:
+        yield
+    finally:
+        _in_trial = False
 
 
 def _remove_step_listener(number: int) -> None:

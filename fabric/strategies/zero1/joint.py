@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.backward_listeners import parameters_of
+from fabric.core.backward_listeners import parameters_of, trial_of_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,8 @@ def _stepped(optimizer: Optimizer, halves: list[int]) -> Tensor:
         for p in stepped:
             # Gradients of one half keep their direction; those of the other change sign and size each step.
             p.grad = (-0.01 if count % 2 else 1e4) * p.cos() if half[id(p)] else p.sin() * 0.1 + 1.0
-        step(trial)
+        with trial_of_steps():
+            step(trial)
     return torch.cat([(p - old).flatten() for p, old in zip(small.values(), before, strict=True)])
 
 
