@@ -267,7 +267,7 @@ RENAMED = {
 OPENERS = re.compile(r"(That|What|Who|Whom|Whose|Of|As|Those|See|How|Where|When)\b")
 LONGEST_SENTENCE = 30  # words
 # How many there are. Lower a number when you have mended some; it must not rise.
-MOST_OPENERS, MOST_LONG_IN_DOCSTRINGS, MOST_LONG_IN_PAGES = 0, 1, 11
+MOST_OPENERS, MOST_LONG_IN_DOCSTRINGS, MOST_LONG_IN_PAGES = 0, 1, 5
 
 
 def test_renamed_things_have_their_new_names():

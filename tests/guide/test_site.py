@@ -16,6 +16,8 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
 MOST_BYTES = 12_288
+MOST_LINES = 60
+"""A README below `fabric/`, which is for people who change the code."""
 
 
 def tool(name):
@@ -55,6 +57,12 @@ def test_a_page_is_short_and_its_links_lead_somewhere(page):
     ]
     assert wrong == []
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
+
+
+def test_the_readme_of_a_folder_is_short():
+    lines = {page: len(page.read_text().splitlines()) for page in (ROOT / "fabric").rglob("README.md")}
+    assert len(lines) > 40
+    assert {str(page): count for page, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_every_page_is_in_the_navigation():
