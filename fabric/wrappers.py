@@ -244,18 +244,16 @@ def _or_users(name: str) -> Callable[..., Any]:
     """Return a method of nn.Module that calls the user's module, if its class overrides the method."""
     plain = getattr(Module, name)
 
-    def call(model: _FabricModule, *args: Any, **kwargs: Any) -> Any:
-        original = model.__dict__.get("_fabric_original")  # None: while copying or unpickling
+    def call(self: _FabricModule, *args: Any, **kwargs: Any) -> Any:
+        original = self.__dict__.get("_fabric_original")  # None: while copying or unpickling
         if original is None or getattr(type(original), name, plain) is plain:
-            return plain(model, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         result = getattr(original, name)(*args, **kwargs)
-        model._follow_mode()
-        return model if result is original else result
+        self._follow_mode()
+        return self if result is original else result
 
-    call.__name__, call.__qualname__ = name, f"_FabricModule.{name}"
-    call.__doc__ = (
-        f"Call `{name}` of the user's class, if it overrides that of torch.nn.Module, else torch's."
-    )
+    call.__name__ = name
+    call.__doc__ = f"Call `{name}` of the user's class if it overrides torch's, else torch's."
     return call
 
 
