@@ -1,3 +1,5 @@
+import pickle
+
 """The seal of a checkpoint file: whatever is changed in the file is found, and nobody else minds it."""
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def test_writes_of_any_size_come_to_the_same(seed, tmp_path):
 def test_checksums_of_torch_are_as_they_were(tmp_path):
     TorchCheckpointIO().save_checkpoint(DATA, tmp_path / "a.pt")
     assert torch.serialization.get_crc32_options()
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # Python 3.14
         TorchCheckpointIO().save_checkpoint({"bad": lambda: None}, tmp_path / "b.pt")
     assert torch.serialization.get_crc32_options()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]

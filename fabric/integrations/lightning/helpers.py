@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from fabric.accelerators.accelerator import Accelerator
 from fabric.accelerators.cuda import CUDAAccelerator
+from fabric.accelerators.generic import TorchAccelerator
 from fabric.accelerators.mps import MPSAccelerator
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.compile import is_compiled, uncompiled
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 def call_register_accelerators(registry: Registry, base_module: str) -> None:
     """Call `register_accelerators(registry)` of each accelerator class of `base_module`."""
     for _, kind in getmembers(import_module(base_module), isclass):
-        if issubclass(kind, Accelerator) and kind is not Accelerator:
+        # The name of `TorchAccelerator` is that of another class, where torch was built for CUDA.
+        if issubclass(kind, Accelerator) and kind not in (Accelerator, TorchAccelerator):
             kind.register_accelerators(registry)
 
 
