@@ -1,11 +1,10 @@
-import pickle
-
 """The seal of a checkpoint file: whatever is changed in the file is found, and nobody else minds it."""
 
 from __future__ import annotations
 
 import gc
 import io
+import pickle
 import random
 import zipfile
 from pathlib import Path
