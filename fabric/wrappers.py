@@ -161,10 +161,9 @@ class _FabricModule(Module):
         """Set the mode of the user's module and the modules around it; `args` are for the user's `train`."""
         if args or kwargs:
             self.module.train(mode, *args, **kwargs)
-            self._follow_mode()
         else:
-            self.__dict__["training"] = mode
             self._forward_module.train(mode)
+        self._follow_mode()
         return self
 
     def _follow_mode(self) -> None:

@@ -41,9 +41,11 @@ def local_collectives() -> Iterator[None]:
                 library.impl("allreduce_", kept_values, key, allow_override=True)
         yield
     finally:
-        library._destroy()
-        for group, device, kind, backend in real:
-            group._register_backend(device, kind, backend)
+        try:  # first, since an interrupt may come in between: training without communication would be wrong
+            for group, device, kind, backend in real:
+                group._register_backend(device, kind, backend)
+        finally:
+            library._destroy()
 
 
 def kept_values(tensors: list[torch.Tensor], *_: Any) -> Any:

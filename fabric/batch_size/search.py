@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left, bisect_right
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_ATTEMPTS = 64
+"""Verbs of the step by which other ranks may answer before all agree."""
 _SECONDARY = (" CollectiveMismatch: ", " RankError: ")
 """What a rank raises in a verb of its step while another rank is out of memory."""
 _LAYOUTS = (
@@ -88,7 +89,9 @@ def _checked_rows(strategy: Any, step: Any, start: Any, global_batch: Any) -> in
             "fabric.find_batch_size on the CPU. The host's memory has no limit that ends in an error: the "
             'kernel ends the process. Write Fabric(accelerator="gpu"), or run `fabric plan train.py`.'
         )
-    if type(strategy.layout).__module__ not in _LAYOUTS or strategy.argument_parts:
+    if type(strategy.layout).__module__ not in _LAYOUTS or any(
+        [part.name != "report" for part in strategy.argument_parts]
+    ):
         raise ConfigurationError(
             f"fabric.find_batch_size with {type(strategy).__name__}. Its steps wait for data, which a rank "
             'that is out of memory does not send. Run `fabric plan train.py`, or write strategy="fsdp".'
@@ -132,9 +135,14 @@ def _out_of_memory(strategy: Any, step: Callable[[int], Any], size: int, undo: S
     gc.collect()
     getattr(torch.get_device_module(strategy.root_device), "empty_cache", gc.collect)()
     outcome, rows = (reason, "" if error is None else f"{type(error).__name__}: {error}"), None
+    attempts = 0
     while rows is None:
-        with suppress(CollectiveMismatch):  # of ranks that are in a verb of the step, which ends by it
+        try:
             rows = strategy.all_gather_object(outcome, label="find_batch_size")
+        except CollectiveMismatch:  # of ranks that are in a verb of the step, which ends by it
+            attempts += 1
+            if attempts > _ATTEMPTS:  # it was none of those: ranks wait in different groups
+                raise
     full = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(rows) if text]
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text]
     first = [text for text in failed if not any(name in text for name in _SECONDARY)]

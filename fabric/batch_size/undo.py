@@ -18,6 +18,7 @@ from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
+from fabric.data.unequal import FirstCall
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class StepUndo:
         self._optimizers: dict[int, Any] = {}
         self._positions: list[tuple[Any, Any]] = []
         self._counters: list[tuple[Any, dict[str, int]]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        self._first_calls: list[tuple[FirstCall, int | None]] = []
         self._scale = copy.deepcopy(strategy.precision.state_dict())
         self._rng = collect_rng_states()
         for live in gc.get_objects():
@@ -60,6 +63,12 @@ class StepUndo:
                 self._keep([vars(live)])
                 if (iteration := vars(live).get("_iteration")) is not None:
                     self._positions.append((iteration, iteration.position))
+                if issubclass(kind, _FabricDataLoader):
+                    drawn = [live._user_loader.generator, *getattr(live._adapter, "generators", ())]
+                    found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
+                    self._generators += [(one, one.get_state()) for one in found.values()]
+            elif kind is FirstCall:
+                self._first_calls.append((live, live.rows))
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
                 # An error on this rank only leaves other numbers than on other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
@@ -98,9 +107,13 @@ class StepUndo:
             tensor.data.copy_(value)
         for counting, numbers in self._counters:
             vars(counting).update(numbers)
-        self._strategy.layout.reset_reductions()
+        for first, rows in self._first_calls:
+            first.rows = rows
+        for generator, state in self._generators:
+            generator.set_state(state)
         self._strategy.precision.load_state_dict(copy.deepcopy(self._scale))
         set_rng_states(self._rng)
+        self._strategy.layout.reset_reductions()
         if moved:
             raise UsageError(
                 "The step of fabric.find_batch_size took a batch of an iteration that had begun before. Its "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fabric.core._torch import backward_pass, before_clips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 
 # By number: listeners run collectives, whose order must be the same on all ranks.
@@ -40,7 +41,7 @@ def add_backward_listener(listener: Any) -> None:
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
     Its `after_nested_pass()` is called after a nested pass, in the thread of that pass. Its
-    `after_grad(inputs)`, if it has one, is called after each `torch.autograd.grad`.
+    `after_grad(inputs, grads)`, if it has one, is called after each `torch.autograd.grad` outside of a pass.
     """
     global _backward_patched
     if not any([known is listener for known in _backward_listeners.values()]):
@@ -54,12 +55,14 @@ def add_backward_listener(listener: Any) -> None:
 def _reported(grad: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(grad)
     def call(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, Iterator):
+            inputs = tuple(inputs)
         grads = grad(outputs, inputs, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and backward_pass() == -1:
             tensors = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
             for listener in list(_backward_listeners.values()):
                 if (after_grad := getattr(listener, "after_grad", None)) is not None:
-                    after_grad(tensors)
+                    after_grad(tensors, grads)
         return grads
 
     return call
@@ -106,11 +109,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def trial_of_steps() -> Iterator[None]:
     """Context in which steps are not reported to listeners: those of copies of an optimizer."""
     global _in_trial
-    _in_trial = True
+    before, _in_trial = _in_trial, True
     try:
         yield
     finally:
-        _in_trial = False
+        _in_trial = before
 
 
 def _remove_step_listener(number: int) -> None:

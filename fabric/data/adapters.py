@@ -241,7 +241,7 @@ class IndexSource(SeededLoaderAdapter):
             )
         super().begin(epoch, saved)
         self._align_user_generator(saved)
-        if saved and (before := saved.get("batch")) not in (None, self._global_batch()):
+        if saved and saved["samples"] and (before := saved.get("batch")) not in (None, self._global_batch()):
             rank_zero_warn(
                 f"The position was saved with {before} samples in a batch of all ranks, and there are "
                 f"{self._global_batch()} now, so the numbers differ from those of a run without the break. "

@@ -211,6 +211,8 @@ class _FabricDataLoader(Loader):
 
     def _received(self, pairs: Iterator[Any], iteration: _Iteration) -> Iterator[Any]:
         clock = time.perf_counter
+        uneven_rows = 0 if self._chose_uneven else self._adapter.uneven_rows()
+        before_last: list[Any] = []
         _active.append(iteration)
         try:
             while True:
@@ -220,12 +222,15 @@ class _FabricDataLoader(Loader):
                 if attribute is None:
                     break
                 batch, iteration.position = attribute
+                if uneven_rows:
+                    before_last = [part.epoch_begun() for part in self._parts]
                 yield batch
             if self._iteration is iteration:
                 self._iteration = None
             # A nested iteration may run on this rank alone.
             if _active == [iteration]:
-                uneven_rows = 0 if self._chose_uneven else self._adapter.uneven_rows()
+                if before_last == [part.epoch_begun() for part in self._parts]:
+                    uneven_rows = 0  # no backward of the last batch
                 for part, states_at_begin in zip(self._parts, iteration.states_at_begin, strict=True):
                     part.epoch_ended(states_at_begin, uneven_rows)
         finally:  # an error's traceback must not keep workers alive

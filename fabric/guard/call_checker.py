@@ -219,6 +219,8 @@ class CallChecker:
             if compared is None or not control_round.starts_equal(CALL_BYTES):
                 self.raise_mismatch(connections, call)
             compared.differ(channel)
+            if combine:  # the frames differed, and were not combined
+                return None
         if self.gathers_data:
             return GatheredFrames(control_round.rows, control_round.row_bytes, len(self.members))
         return GatheredFrames(control_round.rows, control_round.row_bytes, 1) if combine else None

@@ -120,7 +120,8 @@ class RankFile:
                 os.ftruncate(self._fd, self._size)
             self.close()
             text = f"The report ends here, and the run goes on: {self.path} cannot be written ({error})."
-            warnings.warn(f"{text} Free space on its disk before the next run.", stacklevel=2)
+            with suppress(Warning):  # also where warnings are errors
+                warnings.warn(f"{text} Free space on its disk before the next run.", stacklevel=2)
 
     def close(self) -> None:
         """Close the file; later records are dropped."""

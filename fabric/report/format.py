@@ -80,6 +80,7 @@ def read_from(path: PathLike, start: int) -> tuple[list[bytes | dict[str, Any]],
         data = file.read()
     _check_header(path, header)
     found: list[bytes | dict[str, Any]] = []
+    steps_in_row: list[bytes] = []
     at = max(_HEADER.size - start, 0)
     while at < len(data):
         if data[at] == ord("S"):
@@ -89,10 +90,7 @@ def read_from(path: PathLike, start: int) -> tuple[list[bytes | dict[str, Any]],
             if not steps:
                 break
             end = at + steps * STEP.size
-            if found and isinstance(found[-1], bytes):
-                found[-1] += data[at:end]
-            else:
-                found.append(data[at:end])
+            steps_in_row.append(data[at:end])
         elif data[at] == ord("E"):
             if len(data) < at + _EVENT.size:
                 break
@@ -100,12 +98,15 @@ def read_from(path: PathLike, start: int) -> tuple[list[bytes | dict[str, Any]],
             end = begin + _EVENT.unpack_from(data, at)[1]
             if end > len(data):
                 break
+            found += [b"".join(steps_in_row)] if steps_in_row else []
+            steps_in_row = []
             found.append(_event(path, start + at, data[begin:end]))
         elif data[at] == 0:
             break  # space that the file system gave the file before the machine failed
         else:
             raise _damaged(path, start + at)
         at = end
+    found += [b"".join(steps_in_row)] if steps_in_row else []
     return found, start + at if len(header) == _HEADER.size else 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import warnings
+from contextlib import suppress
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ class Stragglers:
                 self._known.add((one.rank, one.where))
                 recorder.event("straggler", **one._asdict(), steps=STEPS)
                 text = f"{one} (of the median's seconds outside of communication, in {STEPS} steps)."
-                warnings.warn(
-                    f"{text} The other ranks wait for it. Shown once per rank and cause.", stacklevel=2
-                )
+                with suppress(Warning):  # also where warnings are errors: on one rank only
+                    warnings.warn(
+                        f"{text} The other ranks wait for it. Shown once per rank and cause.", stacklevel=2
+                    )

@@ -140,6 +140,10 @@ class RecordedFabric(Fabric):
         """Load what this run saved under the path, else what is there."""
         return super().load(RECORDER.path_of(path), *args, **kwargs)
 
+    def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Load what this run saved under the path, else what is there."""
+        super().load_raw(RECORDER.path_of(path), *args, **kwargs)
+
     def load_latest(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Load what this run saved in the directory, else what is there."""
         return super().load_latest(RECORDER.path_of(directory), *args, **kwargs)

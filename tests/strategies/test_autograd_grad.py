@@ -29,7 +29,7 @@ def by_hand(strategy, averaged):
         optimizer.zero_grad()
         fabric.backward(model(x).square().mean())
         optimizer.step()
-    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    grads = torch.autograd.grad(model(x).square().mean(), model.parameters())  # a generator
     grads = fabric.all_reduce(list(grads)) if averaged else grads
     for p, grad in zip(model.parameters(), grads, strict=True):
         p.grad = grad
@@ -61,11 +61,19 @@ def beside(strategy, where):
         fabric.backward(loss)
         if where == "after the backward" and fabric.global_rank == 0:
             torch.autograd.grad(model.module(x).mean(), list(model.module.parameters()))
+        if where == "before a clip":
+            held = (
+                torch.autograd.grad(model.module(x).mean(), model.parameters())
+                if fabric.is_global_zero
+                else ()
+            )
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # changes all gradients in place
+            del held
         optimizer.step()
     fabric.check_replicas()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize("where", ["rank zero", "before the backward", "after the backward"])
+@pytest.mark.parametrize("where", ["rank zero", "before the backward", "after the backward", "before a clip"])
 def test_a_look_at_them_is_no_error(ranks, strategy, where):
     ranks.run(beside, strategy, where, world_size=2)

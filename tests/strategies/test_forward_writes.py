@@ -97,3 +97,42 @@ def test_it_is_right_where_parameters_are_whole(ranks, kind, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_the_same_write_after_the_step_is_right(ranks, strategy):
     ranks.run(equal, "outside", strategy, True, world_size=2)
+
+
+class Quantised(nn.Module):
+    """Frozen integers, as quantised layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.arange(16, dtype=torch.uint8).view(4, 4), requires_grad=False)
+
+    def forward(self, x):
+        return self.layer(x) @ self.codes.float()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+def test_frozen_integers_are_no_hindrance(ranks, strategy):
+    ranks.run(equal_of, Quantised, strategy, world_size=2)
+
+
+def equal_of(make, strategy):
+    expected, found = trained(make), trained(make, strategy)
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+def after_an_error():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+    fabric.launch()
+    model = fabric.setup(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        model.eval()(X)
+    model.train()(X)
+
+
+def test_a_forward_that_failed_is_not_compared(ranks):
+    ranks.run(after_an_error, world_size=2)

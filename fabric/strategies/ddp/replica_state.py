@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabric.core._torch import tensor_of
 from fabric.strategies.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.tensor_sync import grad_version
 
 if TYPE_CHECKING:
+    import weakref
+
     from torch import Tensor
     from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
@@ -32,8 +35,8 @@ class ReplicaState:
         """Graph nodes that write the gradients of parameters with our hook, by id of the parameter."""
         self.local = False
         """Whether its gradients may be unsynchronised."""
-        self.before_manual: list[Any] | None = None
-        """Versions of the gradients when the loop called `torch.autograd.grad`; None: it did not."""
+        self.manual: list[weakref.ref[Tensor]] | None = None
+        """Results of the last `torch.autograd.grad`; None: something else is unsynchronised, or nothing."""
         self.passes = 0
         """Number of synchronising backwards that reached it."""
         self.received_grad = False
@@ -68,4 +71,8 @@ class ReplicaState:
 
     def is_unsynced(self) -> bool:
         """Whether gradients may differ between ranks."""
-        return self.local and (self.before_manual is None or self.before_manual != self.grad_versions())
+        if self.manual is None or not self.local:
+            return self.local
+        # Only where the loop uses them as gradients: a rank alone may look at some.
+        manual = [grad for ref in self.manual if (grad := tensor_of(ref)) is not None]
+        return any([p.grad is grad for p in self.trained for grad in manual])

@@ -191,15 +191,15 @@ class Replicate(Layout):
         if len(args) == 1 and not kwargs:
             self.check_synced(parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
 
-    def after_grad(self, inputs: Iterable[Tensor]) -> None:
+    def after_grad(self, inputs: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         """Mark replicas as unsynchronised for whose parameters the loop computed gradients itself.
 
         If it puts them into `.grad`, the next step compares them.
         """
         ids = {id(tensor) for tensor in inputs}
         for state in self._replicas.values():
-            if not state.local and not ids.isdisjoint(map(id, state.trained)):
-                state.before_manual = state.grad_versions()
+            if not ids.isdisjoint(map(id, state.trained)) and (not state.local or state.manual is not None):
+                state.manual = [weakref.ref(grad) for grad in grads if grad is not None]
                 self._keep_local(state)
 
     def _keep_local(self, state: ReplicaState) -> None:
@@ -309,8 +309,10 @@ class Replicate(Layout):
     def reset_reductions(self, replicas: list[DistributedDataParallel] | None = None) -> None:
         """Renew reducers: after errors on some ranks their buckets differ. All ranks must call this."""
         for replica in [*self._replicas] if replicas is None else replicas:
-            self._replicas[replica].views = {}
-            renew_reducer(replica, self._replicas[replica].trained, free=replicas is None)
+            state = self._replicas[replica]
+            state.views, state.manual = {}, None
+            self._keep_local(state)
+            renew_reducer(replica, state.trained, free=replicas is None)
 
     def _broadcast_buffers(self, syncing: list[DistributedDataParallel]) -> None:
         """Broadcast buffers after a training backward; DDP does it before each forward."""
@@ -325,7 +327,7 @@ class Replicate(Layout):
         """Unmark the replicas whose gradients the backward averaged; remove the listener if none is left."""
         for state, grad_versions in before:
             state.local = grad_versions == state.grad_versions()
-            state.before_manual = state.before_manual if state.local else None
+            state.manual = state.manual if state.local else None
         local = self._unsynced or any([state.local for state in self._replicas.values()])
         if self._remove_step_listener is not None and not local:
             self._remove_step_listener()  # so a loop that always averages has no cost per step

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _python_dispatch
 
 from fabric.core.torch_versions import groups_of, states_hidden
 from fabric.strategies._torch import fsdp_state
@@ -13,6 +14,9 @@ from fabric.strategies._torch import fsdp_state
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+no_dispatch_modes: Callable[[], Any] = _python_dispatch._disable_current_modes
+"""Context in which operations are seen by no `TorchDispatchMode`."""
 
 in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func (grad, vmap, ...) is active."""

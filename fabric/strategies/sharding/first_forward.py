@@ -11,12 +11,22 @@ import torch
 
 from fabric.core._torch import backward_pass
 from fabric.core.errors import UsageError
-from fabric.strategies.sharding._torch import fsdp_groups, fsdp_states, modules_of, owner_of, unsharded_of
+from fabric.strategies.sharding._torch import (
+    fsdp_groups,
+    fsdp_states,
+    modules_of,
+    no_dispatch_modes,
+    owner_of,
+    unsharded_of,
+)
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+
+_COMPARED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_first_forward(root: Any) -> None:
@@ -38,19 +48,20 @@ class _FirstForward:
     def __init__(self, module: Module, groups: list[Any], names: dict[Any, str]) -> None:
         self._groups, self._names = groups, names
         self._before: list[tuple[Any, Tensor]] = []
+        """(FSDP2's record of a parameter, its sums before the forward)."""
         self._handles = [
             module.register_forward_pre_hook(self._begin),  # after FSDP2's, which gathers
             module.register_forward_hook(self._end, prepend=True),  # before FSDP2's, which frees
         ]
 
     def _begin(self, module: Module, args: Any) -> None:
+        self._before = []  # of a forward that failed
         if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
             return
         if backward_pass() == -1:
             parts = [part for group in self._groups for part in group.fsdp_params]
-            self._before = [
-                (part, _sums(whole)) for part in parts if (whole := unsharded_of(part)) is not None
-            ]
+            pairs = [(part, _sums(unsharded_of(part))) for part in parts]
+            self._before = [(part, sums) for part, sums in pairs if sums is not None]
 
     def _end(self, module: Module, args: Any, out: Any) -> None:
         if torch.compiler.is_compiling() or not self._before:
@@ -59,7 +70,8 @@ class _FirstForward:
         for handle in self._handles:
             handle.remove()
         for part, sums in before:
-            if not torch.equal(_sums(unsharded_of(part)), sums):
+            now = _sums(unsharded_of(part))
+            if now is not None and now.tolist() != sums.tolist():
                 owner = owner_of(part)
                 name = ".".join(filter(None, [self._names.get(owner.module, ""), owner.param_name]))
                 raise UsageError(
@@ -70,7 +82,12 @@ class _FirstForward:
                 )
 
 
-def _sums(tensor: Any) -> Tensor:
-    """Return two sums that change with the values, without a copy of the tensor; NaN counts as zero."""
-    local = getattr(tensor, "_local_tensor", tensor).detach()
-    return torch.stack([local.sum(), torch.linalg.vector_norm(local, 1)]).nan_to_num()
+def _sums(tensor: Any) -> Tensor | None:
+    """Return two sums that change with the values; NaN counts as zero. None: it is not compared."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.dtype not in _COMPARED:
+        return None
+    with torch.no_grad(), no_dispatch_modes():  # selective checkpointing records operations
+        double = torch.float32 if local.device.type == "mps" else torch.float64
+        norm = torch.linalg.vector_norm(local, 1, dtype=torch.promote_types(local.dtype, torch.float32))
+        return torch.stack([local.sum(dtype=double), norm.to(double)]).nan_to_num()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,9 +102,16 @@ class RunAggregate:
         """Return the ranks that have records."""
         return {rank: entry for rank, entry in self.ranks.items() if entry.state}
 
+    def last_attempt(self) -> dict[int, RankAggregate]:
+        """Return the ranks of the last attempt, which may have fewer ranks than the ones before."""
+        written = self.written()
+        newest = max(written.values(), key=lambda entry: float(entry.start.get("time", 0.0)))
+        size = int(newest.start.get("world_size", len(written)))
+        return {rank: entry for rank, entry in written.items() if rank < size}
+
     def is_alive(self, within: float = ALIVE_S) -> bool:
         """Whether a rank has neither ended nor failed, and one wrote within so many seconds."""
-        entries = self.written().values()
+        entries = self.last_attempt().values()
         is_recent = time.time() - max([entry.end for entry in entries]) < within
         return is_recent and any([entry.state == "open" for entry in entries])
 
@@ -144,7 +152,7 @@ class RunAggregate:
         entry.begin, entry.end = min(entry.begin, moment), max(entry.end, moment)
         self._fit(step)
         for name, value in (event.get("values") or {}).items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if isinstance(value, int | float) and abs(value) < sys.float_info.max:
                 self._merge_value(name, step // self.width, (1, value, value, value))
             elif isinstance(value, float):
                 self.not_finite[name] = min(step, self.not_finite.get(name, step))
@@ -168,7 +176,8 @@ class RunAggregate:
 
     def _merge_event(self, key: Any, event: tuple[float, int, int, int, float, str]) -> None:
         if (known := self.events.get(key)) is not None:
-            first = min(known, event)
+            # The last failure, which is that of the last attempt; of other events the first.
+            first = max(known, event) if key[0].startswith("failure") else min(known, event)
             event = (*first[:3], known[3] + event[3], max(known[4], event[4]), first[5])
         self.events[key] = event
 

@@ -152,7 +152,7 @@ def _failures(run: RunAggregate) -> list[str]:
             same = f" (and the same on {count - 1} more)" * (count > 1)
             found.append((moment, f"rank {rank} on {run.ranks[rank].host}, step {step:,}", f"{text}{same}"))
     silent: dict[tuple[int, str], list[int]] = {}
-    for rank, one in run.written().items():
+    for rank, one in run.last_attempt().items():
         if one.state == "open" and not run.is_alive():
             silent.setdefault((one.last_step, one.host), []).append(rank)
     for (step, host), ranks in silent.items():

@@ -171,6 +171,8 @@ def _covers(shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> bool:
     """Whether boxes are the cells of a grid over the whole shape, each once, as shards of a mesh are."""
     if sum([math.prod(box.sizes) for box in boxes]) != math.prod(shape):
         return False
+    if not math.prod(shape):
+        return len(boxes) == 1
     for dim, size in enumerate(shape):
         edges = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for box in boxes}
         cuts = sorted({cut for edge in edges for cut in edge})
