@@ -49,7 +49,8 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
     model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
-    loader = fabric.setup_dataloaders(DataLoader(Digits(), batch_size=32, shuffle=True, num_workers=1))
+    loader = DataLoader(Digits(), batch_size=32, shuffle=True, drop_last=True, num_workers=1)
+    loader = fabric.setup_dataloaders(loader)
     fabric.seed_everything(0, verbose=False, per_rank=True)  # other dropout on each rank
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0, "step": 0}
