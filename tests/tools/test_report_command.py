@@ -186,6 +186,26 @@ def test_a_run_that_was_resumed_has_ended_well(tmp_path):
     assert [row["kind"] for row in found["events"]] == ["start", "failure", "start", "end"]
 
 
+def test_a_run_that_fails_again_in_the_same_way_has_failed(tmp_path):
+    events = [(50, "failure", {"error": "OutOfMemoryError", "text": "CUDA out of memory"})]
+    for again, begin in enumerate((time.time() - 10_000, time.time() - 5_000)):
+        kwargs = {"begin": begin, "events": events, "last": None, "append": bool(again)}
+        for rank in range(2):
+            write_rank(tmp_path, rank, 2, steps_of(50), **kwargs)
+    found = report(tmp_path)
+    assert (found["state"], found["attempts"], len(found["failures"])) == ("failed", 2, 1)
+    assert "CUDA out of memory (and the same on 3 more)" in found["failures"][0]
+
+
+def test_ranks_of_a_larger_attempt_before_are_no_failure(tmp_path):
+    for rank in range(4):
+        write_rank(tmp_path, rank, 4, steps_of(50), begin=time.time() - 3_000, last=None)
+    for rank in range(2):
+        write_rank(tmp_path, rank, 2, steps_of(50, first=51), begin=time.time() - 2_500, append=True)
+    run = aggregate(tmp_path)
+    assert (summarize(run)["state"], summarize(run)["failures"], run.is_alive(10_000)) == ("ended", [], False)
+
+
 def test_missing_ranks_and_values_that_are_not_finite_are_noted(tmp_path):
     events = [(7, "log", {"values": {"loss": float("nan")}}), (5, "log", {"values": {"loss": float("inf")}})]
     write_rank(tmp_path, 0, 12, steps_of(10), events=events)
