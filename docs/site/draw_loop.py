@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "images"
-BADGES = {"torch": "2.9 to 2.15", "python": "3.10 to 3.13", "licence": "Apache 2.0"}
+BADGES = {"torch": "2.9 to 2.15", "python": "3.10 to 3.14", "licence": "Apache 2.0"}
 WIDTH, HEIGHT = 860, 330
 STEPS = ("model(x)", "fabric.backward(loss)", "optimizer.step()")
 STYLE = """
