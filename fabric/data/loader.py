@@ -229,7 +229,7 @@ class _FabricDataLoader(Loader):
                 self._iteration = None
             # A nested iteration may run on this rank alone.
             if _active == [iteration]:
-                if before_last == [part.epoch_begun() for part in self._parts]:
+                if uneven_rows and before_last == [part.epoch_begun() for part in self._parts]:
                     uneven_rows = 0  # no backward of the last batch
                 for part, states_at_begin in zip(self._parts, iteration.states_at_begin, strict=True):
                     part.epoch_ended(states_at_begin, uneven_rows)

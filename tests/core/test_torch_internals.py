@@ -647,6 +647,17 @@ def test_tensors_of_tensors_and_their_hooks_are_seen() -> None:
     assert replicas.has_backward_hooks(weight)
 
 
+def test_operations_are_hidden_from_dispatch_modes() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counted:
+        with sharding.no_dispatch_modes():
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert counted.get_total_flops() == 0
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert counted.get_total_flops() == 16
+
+
 def test_iterators_of_loaders_with_persistent_workers_have_their_attribute() -> None:
     """A loader would be refused for torch's own iterator."""
     loader = torch.utils.data.DataLoader(range(3))  # type: ignore[arg-type]
