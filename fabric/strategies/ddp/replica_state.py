@@ -74,5 +74,5 @@ class ReplicaState:
         if self.manual is None or not self.local:
             return self.local
         # Only where the loop uses them as gradients: a rank alone may look at some.
-        manual = [grad for ref in self.manual if (grad := tensor_of(ref)) is not None]
-        return any([p.grad is grad for p in self.trained for grad in manual])
+        manual = {id(grad) for ref in self.manual if (grad := tensor_of(ref)) is not None}
+        return any([id(p.grad) in manual for p in self.trained])

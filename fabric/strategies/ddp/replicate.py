@@ -310,8 +310,10 @@ class Replicate(Layout):
         """Renew reducers: after errors on some ranks their buckets differ. All ranks must call this."""
         for replica in [*self._replicas] if replicas is None else replicas:
             state = self._replicas[replica]
-            state.views, state.manual = {}, None
-            self._keep_local(state)
+            state.views = {}
+            if replicas is None:  # else this rank alone may have failed, and would compare alone
+                state.manual = None
+                self._keep_local(state)
             renew_reducer(replica, state.trained, free=replicas is None)
 
     def _broadcast_buffers(self, syncing: list[DistributedDataParallel]) -> None:
