@@ -456,3 +456,45 @@ def test_a_progress_bar_in_a_cell_and_of_ranks_of_a_cell(in_this_notebook):
             assert "rank 1" not in shown
 
     in_this_notebook(story)
+
+
+RECORDED = """
+from fabric.report.format import STEP, read
+
+def train(fabric):
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+
+def recorded(folder, rank):
+    records = read(os.path.join(folder, f"rank-0000{rank}.bin"))
+    kinds = [record["kind"] for record in records if isinstance(record, dict) and record["kind"] != "check"]
+    return sum([len(record) for record in records if isinstance(record, bytes)]) // STEP.size, kinds
+"""
+
+
+def test_a_report_is_recorded_in_the_kernel_and_in_ranks_of_a_cell(in_this_notebook, tmp_path):
+    async def story(notebook):
+        await notebook.run(RECORDED)
+        folder = str(tmp_path / "ranks")
+        for runs in (1, 2):  # a cell that is run again adds to the report
+            cell = await notebook.run(
+                f"Fabric(accelerator='cpu', devices=2, report={folder!r}).launch(train)\n"
+                + f"print([recorded({folder!r}, rank) for rank in (0, 1)])"
+            )
+            assert cell.error is None, cell.trace
+            assert cell.stdout.strip() == str([(5 * runs, ["start", "end"] * runs)] * 2)
+        folder = str(tmp_path / "kernel")
+        start = f"fabric = Fabric(accelerator='cpu', devices=1, report={folder!r}); fabric.launch()"
+        for _ in (1, 2):  # all cells are run again in the same kernel
+            begun = await notebook.run(start)
+            assert begun.error is None, begun.trace
+            failed = await notebook.run("train(fabric); 1 / 0")
+            assert failed.error == "ZeroDivisionError"
+            await notebook.run("train(fabric)")
+        cell = await notebook.run(f"fabric.strategy.teardown(); print(recorded({folder!r}, 0))")
+        assert cell.stdout.strip() == "(20, ['start', 'end', 'start', 'end'])", cell.trace
+
+    in_this_notebook(story)

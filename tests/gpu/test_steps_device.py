@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import DEVICE, KIND, captured, host_syncs, peak
+from accelerated import DEVICE, KIND, MODULE, captured, host_syncs, peak
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from fabric import Fabric
+from fabric.report.format import STEP, read
 from fabric.strategies import DDPStrategy, FSDPStrategy, ZeRO1Strategy
 
 pytestmark = pytest.mark.gpu
@@ -67,8 +68,8 @@ def test_the_counter_of_host_syncs_counts():
     assert places == []
 
 
-def syncs_of_steps(strategy: str, precision: str) -> list[list[str]]:
-    fabric = fabric_of(strategy, precision=precision)
+def syncs_of_steps(strategy: str, precision: str, **kwargs: Any) -> list[list[str]]:
+    fabric = fabric_of(strategy, precision=precision, **kwargs)
     model = fabric.setup_module(net(2))
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-3, fused=True))
     rows = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -92,6 +93,20 @@ def test_a_steady_step_has_no_host_sync(ranks, strategy, precision):
     (found,) = ranks.run(syncs_of_steps, strategy, precision, world_size=1)
     assert len(found) == 6
     assert found[1:] == [[]] * 5  # the first step allocates and compiles
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_recorded_step_has_no_host_sync_and_the_peak_of_the_device(ranks, tmp_path, strategy):
+    ((found, most),) = ranks.run(recorded_steps, strategy, str(tmp_path), world_size=1)
+    assert found[1:] == [[]] * 5
+    records = [record for record in read(tmp_path / "rank-00000.bin") if isinstance(record, bytes)]
+    *_, kibibytes = STEP.unpack_from(b"".join(records))  # of the first step
+    assert 0 < kibibytes <= most // 1024
+    assert kibibytes > DEPTH * BLOCK // 1024
+
+
+def recorded_steps(strategy: str, folder: str) -> tuple[list[list[str]], int]:
+    return syncs_of_steps(strategy, "32-true", report=folder), MODULE.max_memory_allocated()
 
 
 def test_a_step_with_a_loss_scale_has_no_more_host_syncs_than_in_plain_torch(ranks):
