@@ -36,8 +36,6 @@ DEFAULT_PORT = 29400
 """Port of rank zero with several machines; on one machine the kernel chooses a free one."""
 LOG_DIR = "FABRIC_LOG_DIR"
 """Variable with the meaning of --log-dir."""
-
-
 _ADVICE = 'Write a number (--devices 2), a list (--devices 0,1, or "0," for device 0 alone) or auto.'
 
 
@@ -78,6 +76,10 @@ _OF_DOCTOR = {
 }
 """Options of `fabric doctor`: default and help."""
 
+_OF_CHECK = {
+    "devices": ("2", "how many ranks to compare; default: 2"),
+    "steps": ("3", "how many steps of optimizers; default: 3"),
+}
 _OF_PLAN = {
     "devices": ("1", "ranks of each machine; default: 1"),
     "num_nodes": ("1", "machines; default: 1"),
@@ -88,7 +90,7 @@ _OF_PLAN = {
     "bandwidth": (None, "of each rank, 400Gb/s or 50GB/s: adds lower bounds of a step's time"),
     "flops": (None, "of each rank, operations per second, 400T: adds the same"),
 }
-"""Options of `fabric plan`: default and help."""
+"""Options of `fabric check` and `fabric plan`: default and help."""
 
 _FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
@@ -168,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="fabric check [options] (script.py | -m module) [arguments of the script]",
         allow_abbrev=False,
     )
-    check.add_argument("--devices", metavar="N", default="2", help="how many ranks to compare; default: 2")
-    check.add_argument("--steps", metavar="N", default="3", help="how many steps of optimizers; default: 3")
+    for name, (default, text) in _OF_CHECK.items():
+        check.add_argument(f"--{name}", metavar="N", default=default, help=text)
     merge = commands.add_parser(
         "consolidate",
         help="convert a sharded checkpoint to one file",
@@ -257,7 +259,7 @@ def _versions() -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
+    numbers = {name: Setting(getattr(options, name), f"--{name}") for name in _OF_CHECK}
     ranks, steps = (
         _parse_count(numbers["devices"], "--devices", 2),
         _parse_count(numbers["steps"], "--steps", 1),
@@ -306,7 +308,6 @@ def _run(options: argparse.Namespace) -> int:
     require_posix()
     argv = _command_line(options)
     settings = effective_settings(vars(options), os.environ)
-    _warn_of_misplaced_options(options, settings)
     devices, nodes = settings["devices"].value, _parse_count(settings["num_nodes"], "--num-nodes", 1)
     count = count_processes(devices, settings["accelerator"].value)
     if options.verbose:
@@ -327,17 +328,19 @@ def _run(options: argparse.Namespace) -> int:
     return run_commands(argv, rank_env, listener, variables, "cli", logs=logs)
 
 
-def _warn_of_misplaced_options(options: argparse.Namespace, settings: Mapping[str, Setting]) -> None:
-    """Warn if all options of `fabric run` are written after the script, which gets them."""
-    if any([setting.source == "command line" for setting in settings.values()]):
+def _warn_of_misplaced_options(options: argparse.Namespace) -> None:
+    """Warn if all options of a command are written after the script, which gets them."""
+    of_run = dict.fromkeys(_OPTIONS, (None, ""))
+    own: Any = {"run": of_run, "check": _OF_CHECK, "plan": _OF_PLAN}[options.command]
+    if any([getattr(options, name) != default for name, (default, _) in own.items()]):
         return  # the script has options of these names
     arguments = options.module[1:] if options.module else options.arguments
-    for name in _OPTIONS:
+    for name in own:
         option = f"--{name.replace('_', '-')}"
         if given := [one for one in arguments if one == option or one.startswith(f"{option}=")]:
             print_line(
-                f"{given[0]} after the script is an argument of the script. If it was meant for fabric run, "
-                f"write it before: fabric run {option} ... train.py."
+                f"{given[0]} after the script is an argument of the script. If it was meant for "
+                f"fabric {options.command}, write it before: fabric {options.command} {option} ... train.py."
             )
 
 
@@ -387,6 +390,7 @@ def _count_devices_in_subprocess() -> int:
 
 
 def _command_line(options: argparse.Namespace) -> list[str]:
+    _warn_of_misplaced_options(options)
     if options.module is not None:
         if not options.module:
             raise ConfigurationError(

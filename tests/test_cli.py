@@ -199,6 +199,10 @@ def test_options_after_the_script_are_warned_of(capfd, tmp_path):
         assert f"{given} after the script is an argument of the script" in err
     assert cli.main(["run", "--devices", "1", *arguments]) == 0
     assert "after the script" not in capfd.readouterr().err, "the script has options of these names"
+    for command, option in (("plan", "--memory=80GB"), ("check", "--steps")):
+        assert cli.main([command, str(script), option, "4"]) == 1  # it trains nothing
+        text = f"{option} after the script is an argument of the script. If it was meant for fabric {command}"
+        assert text in capfd.readouterr().err
 
 
 def test_a_shell_gets_completions_from_argcomplete(monkeypatch, capsys):

@@ -215,7 +215,7 @@ def test_a_gradient_in_the_memory_of_a_scaled_one_is_the_loops_own():
 
 
 def _in_the_memory_of_a_scaled_one(loop, own):
-    """Whether Python gave the object of the scaled gradient's memory to the loop's own, which has its version, too."""
+    """Whether the loop's own gradient has the memory of the object of a scaled one, and its version."""
     own.weight.grad = None
     loop.fabric.backward(own(torch.ones(1, 2)).sum())
     scaled = id(own.weight.grad), own.weight.grad._version

@@ -38,6 +38,7 @@ def benchmark():
         ("checkpointed", "Adam", "32-true", "zero2"),
         ("embedding", "SGD", "32-true", "zero1"),
         ("lora", "Adam", "bf16-mixed", "ddp"),
+        ("mlp", "SGD", "32-true", "pipeline"),
     ],
 )
 def test_the_predicted_peak_is_that_of_the_device(ranks, model, optimizer, precision, strategy):

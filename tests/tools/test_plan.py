@@ -6,14 +6,16 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fabric
 from fabric import cli
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.strategies import PipelineStrategy
 from fabric.tools.plan import fake, units
 from fabric.tools.plan.plan import PlanRequest, largest_batch, make_plan
-from fabric.tools.plan.simulate import Case, simulate
+from fabric.tools.plan.simulate import Case, simulate, simulate_all
 
 WIDTH = 32
 SCRIPT = """
@@ -164,6 +166,56 @@ def test_the_first_strategy_that_fits_is_recommended_with_the_reason():
     assert f'Write Fabric(devices=4, strategy="{plan.best.strategy}", precision="32-true"): ' in text
     assert "; ddp needs " in text
     assert json.loads(json.dumps(plan.as_dict()))["best"]["strategy"] == plan.best.strategy
+
+
+def test_all_ranks_of_a_pipeline_are_run():
+    model = net()
+    found = simulate_all(Case(2, strategy="pipeline"), training(model))
+    assert not found.error, found.error
+    assert [one.steps for one in found.ranks] == [2, 2]
+    assert found.peak.bytes == max([one.peak.bytes for one in found.ranks])
+    halves = [one.peak.kinds["parameters"] for one in found.ranks]
+    assert halves == [size_of(model) / 2] * 2
+    # Activations of the first stage, and gradients from the second; in micro-batches, twice half a batch.
+    assert found.ranks[0].traffic["send"] == pytest.approx(8 * WIDTH * 4, abs=200)
+    memory = found.peak.bytes + 4000
+    plan = make_plan(training(model), PlanRequest(2, memory=memory, strategies=("pipeline",)))
+    (row, _) = plan.rows
+    assert row.largest >= 8
+    for size, fits in ((row.largest, True), (2 * row.largest, False)):
+        peak = simulate_all(Case(2, strategy="pipeline", batch_size=size), training(model)).peak.bytes
+        assert (peak <= memory) is fits
+
+
+@pytest.mark.parametrize("step", ["forward", "pipeline_step"])
+def test_the_strategy_of_the_script_may_be_a_pipeline(step):
+    def loop():
+        job = fabric.Fabric(strategy=PipelineStrategy(num_microbatches=2))
+        job.launch()
+        model, optimizer = job.setup(model := net(), adam_of(model))
+        while True:
+            if step == "pipeline_step" and hasattr(model, step):  # under the pipeline only
+                model.pipeline_step(torch.ones(8, WIDTH), torch.ones(8, WIDTH), nn.functional.mse_loss)
+            else:
+                job.backward(model(torch.ones(8, WIDTH)).mean())
+            optimizer.step()
+
+    plan = make_plan(loop, PlanRequest(2, precisions=("32-true",)))
+    assert [row.found.error for row in plan.rows] == [""] * 5
+    assert plan.rows[-1].strategy == "PipelineStrategy"
+    assert [len(row.found.ranks) for row in plan.rows] == [0, 0, 0, 0, 2]
+    assert plan.rows[-1].found.peak.kinds["optimizer"] < 0.6 * plan.rows[0].found.peak.kinds["optimizer"]
+
+
+def test_the_error_of_one_rank_of_a_pipeline_ends_all():
+    def after(loss):
+        if dist.get_rank() == 1:
+            raise ValueError("no luck")
+
+    found = simulate_all(Case(3, strategy="pipeline"), training(net(), after=after))
+    assert found.error == f"ValueError: no luck ({__file__}:{after.__code__.co_firstlineno + 2})."
+    without = simulate_all(Case(2, strategy="pipeline", fake=True), training(net()))
+    assert "Run the plan without --fake." in without.error
 
 
 def test_a_model_an_optimizer_and_a_batch_are_left_as_they_were():

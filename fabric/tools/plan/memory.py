@@ -165,6 +165,8 @@ class MemoryTracker(TorchDispatchMode):
         """Whether it is a dense tensor with memory; DTensor and torch.compile make fake ones of their own."""
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
             return False
+        if leaf.is_meta:
+            return False
         return getattr(leaf, "fake_mode", None) is self.fake and not isinstance(leaf, DTensor)
 
     def _count(self, tensor: Tensor) -> int | None:

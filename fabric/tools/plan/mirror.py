@@ -30,6 +30,10 @@ _LEFT_OUT = ("call check", "watchdog")
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads differ between versions
 
 
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
+
+
 class MirrorGroup(_ProcessGroup):
     """A process group whose other ranks have what this rank has. Sums keep the values: of a mean's size."""
 
@@ -52,13 +56,14 @@ class MirrorGroup(_ProcessGroup):
         """The name of the backend."""
         return BACKEND
 
-    def _send(self, kind: str, tensors: Any) -> None:
-        whole = sum([tensor.nbytes for tensor in tensors])
-        TRAFFIC[kind] += RING[kind] * whole * (self._count - 1) // self._count
+    def _send(self, kind: str, whole: int) -> None:
+        """Count a collective on tensors of `whole` bytes."""
+        part = RING[kind] * whole * (self._count - 1) // self._count if kind in RING else whole
+        TRAFFIC[kind] += part
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
         """Keep the values; a sum over ranks multiplies them."""
-        self._send("all_reduce", tensors)
+        self._send("all_reduce", _bytes(tensors))
         if options is not None and options.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self._count)
@@ -73,14 +78,14 @@ class MirrorGroup(_ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], *_: Any) -> Any:
         """Keep the values."""
-        self._send("broadcast", tensors)
+        self._send("broadcast", _bytes(tensors))
         return finished(tensors)
 
     reduce = broadcast
 
     def send(self, tensors: list[Tensor], *_: Any) -> Any:
         """Nothing: no rank receives."""
-        TRAFFIC["send"] += sum([tensor.nbytes for tensor in tensors])
+        self._send("send", _bytes(tensors))
         return finished(tensors)
 
     def recv(self, tensors: list[Tensor], *_: Any) -> Any:
@@ -94,14 +99,14 @@ class MirrorGroup(_ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> Any:
         """Write this rank's tensor in each rank's place."""
         for parts, given in zip(outputs, inputs, strict=True):
-            self._send("all_gather", parts)
+            self._send("all_gather", _bytes(parts))
             for part in parts:
                 part.copy_(given)
         return finished(outputs)
 
     def _allgather_base(self, output: Tensor, given: Tensor, *_: Any) -> Any:
         """Write this rank's tensor in each rank's part of one tensor."""
-        self._send("all_gather", [output])
+        self._send("all_gather", _bytes([output]))
         for part in output.view(self._count, -1):
             same = part.untyped_storage()._cdata == given.untyped_storage()._cdata
             if not same or part.storage_offset() != given.storage_offset():
@@ -117,13 +122,13 @@ class MirrorGroup(_ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], *_: Any) -> Any:
         """Write this rank's part."""
         for output, parts in zip(outputs, inputs, strict=True):
-            self._send("reduce_scatter", parts)
+            self._send("reduce_scatter", _bytes(parts))
             output.copy_(parts[self.rank()])
         return finished(outputs)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, *_: Any) -> Any:
         """Write this rank's part of one tensor."""
-        self._send("reduce_scatter", [given])
+        self._send("reduce_scatter", _bytes([given]))
         output.copy_(given.view(self._count, -1)[self.rank()].view_as(output))
         return finished([output])
 
@@ -135,7 +140,7 @@ class MirrorGroup(_ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
         """Write this rank's parts; of other shapes only what fits."""
-        self._send("all_to_all", inputs)
+        self._send("all_to_all", _bytes(inputs))
         for output, given in zip(outputs, inputs, strict=True):
             if output.shape == given.shape:
                 output.copy_(given)
@@ -155,9 +160,16 @@ class MirrorGroup(_ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
 
-def join(ranks: int, nodes: int, fake: bool) -> None:
-    """Make the default group, with this process as rank zero of so many on each node. Fake values are not
-    compared.
+def join(group: type[MirrorGroup], store: Any, rank: int, ranks: int, nodes: int, fake: bool) -> None:
+    """Make the default group, with this process as `rank` of so many ranks on each node.
+
+    Args:
+        group: The class of all process groups of this process.
+        store: Of the default group.
+        rank: Of this process.
+        ranks: Of each node.
+        nodes: Machines.
+        fake: Whether tensors have no values, so that none are compared.
     """
     # Its functions hold the default group as a default argument: see ParallelStrategy.
     import torch.distributed.nn.functional  # noqa: F401
@@ -165,7 +177,8 @@ def join(ranks: int, nodes: int, fake: bool) -> None:
     for name in (*_LEFT_OUT, *["replicas"] * fake):
         slices.SLICES[name] = "fabric.left_out"
     dist.Backend.register_backend(
-        BACKEND, lambda store, rank, size, _: MirrorGroup(store, rank, size), devices=["cpu"]
+        BACKEND, lambda store, rank, size, _: group(store, rank, size), devices=["cpu"]
     )
-    dist.init_process_group(f"cpu:{BACKEND}", store=dist.HashStore(), rank=0, world_size=ranks * nodes)
-    os.environ.update(FABRIC_ENVIRONMENT="process_group", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    dist.init_process_group(f"cpu:{BACKEND}", store=store, rank=rank, world_size=ranks * nodes)
+    os.environ.update(FABRIC_ENVIRONMENT="process_group", LOCAL_WORLD_SIZE=str(ranks))
+    os.environ["LOCAL_RANK"] = str(rank % ranks)

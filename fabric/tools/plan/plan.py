@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,14 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.precision import parse_precision
 from fabric.strategies.registry import STRATEGY_REGISTRY
 from fabric.tools.plan.report import as_dict, as_text
-from fabric.tools.plan.simulate import Case, CaseResult, Run, SimulatedFabric, simulate
+from fabric.tools.plan.simulate import (
+    Case,
+    CaseResult,
+    Run,
+    SimulatedFabric,
+    simulate,
+    simulate_all,
+)
 from fabric.tools.plan.units import read_bandwidth, read_bytes, read_flops
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 """Compared by default, the fastest first; on several machines also hsdp, and the script's own."""
+_PIPELINES = ("pipeline", "PipelineStrategy")
 _NAMES = {"fsdp": "zero3", "ddp_sharded": "zero2", "auto": "ddp", "single_device": "ddp"}
 
 
@@ -174,7 +183,7 @@ def make_plan(loop: Callable[[], Any], request: PlanRequest) -> MemoryPlan:
         flops=request.flops is not None,
     )
     first = (request.strategies or STRATEGIES)[0]
-    one = simulate(case._replace(strategy=first), loop)
+    one = (simulate_all if first in _PIPELINES else simulate)(case._replace(strategy=first), loop)
     if one.error and not one.given:
         raise UsageError(f"No step could be run: {one.error}")
     own = one.given.get("precision", "32-true")
@@ -190,15 +199,21 @@ def make_plan(loop: Callable[[], Any], request: PlanRequest) -> MemoryPlan:
         for strategy in strategies:
             again = strategy == first and precision == own
             chosen = case._replace(strategy=strategy, precision=precision)
-            found = one if again else simulate(chosen, loop)
-            rows.append(_row(strategy or written, precision, chosen, found, loop, request))
+            run = simulate_all if (strategy or written) in _PIPELINES else simulate
+            found = one if again else run(chosen, loop)
+            rows.append(_row(strategy or written, precision, chosen, found, partial(run, loop=loop), request))
     if all([row.found.error for row in rows]):
         raise UsageError(f"No step could be run: {rows[0].found.error}")
     return MemoryPlan(request, rows, own)
 
 
 def _row(
-    strategy: str, precision: str, case: Case, found: CaseResult, loop: Any, request: PlanRequest
+    strategy: str,
+    precision: str,
+    case: Case,
+    found: CaseResult,
+    run: Callable[[Case], CaseResult],
+    request: PlanRequest,
 ) -> PlanRow:
     """Return the row of a case, with the largest batch size by a second run with another batch."""
     if found.error or request.memory is None:
@@ -207,8 +222,11 @@ def _row(
     rows = found.batch_size
     if rows is None:
         return PlanRow(strategy, precision, found, fits=fits)
-    other = simulate(case._replace(scale=0.5 if rows > 1 else 2.0, flops=False), loop)
-    largest = None if other.error else largest_batch(found, other, request.memory)
+    other = run(case._replace(scale=0.5 if rows > 1 else 2.0, flops=False))
+    if other.error:
+        return PlanRow(strategy, precision, found, fits=fits)
+    pairs = zip(found.ranks or [found], other.ranks or [other], strict=True)
+    largest = min([largest_batch(one, two, request.memory) for one, two in pairs])
     return PlanRow(strategy, precision, found, largest, fits)
 
 

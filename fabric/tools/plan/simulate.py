@@ -1,4 +1,5 @@
 """Runs a training loop as rank zero of N ranks that do not exist, for two steps, and counts its memory.
+Ranks of a pipeline do different work: there all N run on this machine.
 
 Each case (a strategy, a precision, a batch size) runs in a fork of this process, with the real strategy; the
 parent has run no backward pass before. Called by `plan.py`.
@@ -8,18 +9,22 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
 import warnings
 from array import array
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +39,7 @@ from fabric.precision.precision import Precision
 from fabric.tools.plan import mirror
 from fabric.tools.plan._torch import around_propagation, behave_as_accelerator
 from fabric.tools.plan.fake import NO_VALUES, FakeTensors
+from fabric.tools.plan.gloo import LIMIT, GlooGroup
 from fabric.tools.plan.memory import FORWARD, MemoryTracker, Peak
 
 if TYPE_CHECKING:
@@ -60,8 +66,6 @@ _ADVICE = {
     "fork-based multiprocessing": _AFTER_DEVICE,
     "CUDA": ' The plan runs on the host. Write fabric.device and fabric.to_device(x) in place of "cuda".',
     "DataDependent": f" With --fake, {NO_VALUES}.",
-    "unpack requires a buffer": " Stages of a pipeline send each other shapes, which one rank alone does not "
-    "know. Measure it: torch.cuda.max_memory_allocated() on each rank.",
 }
 """Parts of errors, and what to write."""
 
@@ -78,6 +82,9 @@ class Case(NamedTuple):
     """By which each batch is made larger or smaller."""
     fake: bool = False
     flops: bool = False
+    rank: int = 0
+    store: str = ""
+    """The file in which all ranks of the case find each other; "": only this rank exists."""
 
 
 @dataclass
@@ -97,10 +104,43 @@ class CaseResult:
     blocks: dict[str, int] = field(default_factory=dict)
     """Classes of repeated modules, and how many there are."""
     optimizers: list[str] = field(default_factory=list)
+    ranks: list[CaseResult] = field(default_factory=list)
+    """The results of all ranks, where all were run."""
 
 
 def simulate(case: Case, loop: Callable[[], Any]) -> CaseResult:
     """Return what `loop` needs, run in a fork of this process until it has made two steps."""
+    return _result(*_fork(case, loop))
+
+
+def simulate_all(case: Case, loop: Callable[[], Any]) -> CaseResult:
+    """Return what the rank with the highest peak needs. All ranks of the case run on this machine, in forks;
+    the first error ends them.
+    """
+    if case.fake:
+        return CaseResult("Stages of a pipeline send each other values. Run the plan without --fake.")
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [case._replace(rank=rank, store=f"{folder}/store") for rank in range(case.ranks * case.nodes)]
+        children = [_fork(one, loop) for one in cases]
+        with ThreadPoolExecutor(len(cases)) as pool:
+            waiting = {pool.submit(_result, *child): child[0] for child in children}
+            order = [*waiting]
+            error = None
+            for future in as_completed(order):
+                del waiting[future]
+                if error is None and future.result().error:
+                    error = future.result()
+                    for process in waiting.values():
+                        with suppress(ProcessLookupError):
+                            os.kill(process, signal.SIGKILL)
+    if error is not None:
+        return error
+    found = [future.result() for future in order]
+    return replace(max(found, key=lambda one: one.peak.bytes), ranks=found)
+
+
+def _fork(case: Case, loop: Callable[[], Any]) -> tuple[int, int]:
+    """Run a case in a fork. Return its process and the pipe from which its result can be read."""
     for name in _LOADED:
         with suppress(ImportError):  # a strategy whose folder was deleted
             import_module(name)
@@ -118,6 +158,10 @@ def simulate(case: Case, loop: Callable[[], Any]) -> CaseResult:
         finally:
             os._exit(1)
     os.close(writes)
+    return child, reads
+
+
+def _result(child: int, reads: int) -> CaseResult:
     with os.fdopen(reads, "rb") as pipe:
         answer = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -153,6 +197,7 @@ class Run:
         self.roots: set[Any] = set()
         self.blocks: dict[Any, str] = {}
         self.flops = FlopCounterMode(display=False) if case.flops else None
+        self.store: Any = dist.HashStore()
         self.before: dict[str, int] = {}
         """Bytes sent when the first step ended."""
         self.flops_before = 0
@@ -163,7 +208,7 @@ class Run:
         torch.set_num_threads(1)  # threads of OpenMP do not outlive a fork
         kept = behave_as_accelerator()
         around_propagation(self.tracker.paused)
-        mirror.join(self.case.ranks, self.case.nodes, self.case.fake)
+        self._join()
         if self.case.fake and (sharded := sys.modules.get("fabric.strategies.sharding.sharded")):
             vars(sharded)["check_first_forward"] = lambda root: None  # it compares values
         for name in ("fabric", "fabric.fabric"):  # where scripts take it from
@@ -180,6 +225,12 @@ class Run:
             self.found.error = _described(error)
         del kept
         self.finish()
+
+    def _join(self) -> None:
+        case, group, size = self.case, mirror.MirrorGroup, self.case.ranks * self.case.nodes
+        if case.store:
+            self.store, group = dist.FileStore(case.store, size), GlooGroup
+        mirror.join(group, self.store, case.rank, case.ranks, case.nodes, case.fake)
 
     def finish(self) -> NoReturn:
         """Send what was found to the parent, and end this process without running anything more."""
@@ -199,6 +250,9 @@ class Run:
             found.blocks = dict(Counter(self.blocks.values()))
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(found, pipe)
+        if self.case.store and not found.error:  # others may be waiting for the end of a message
+            self.store.set(f"done {self.case.rank}", "")
+            self.store.wait([f"done {rank}" for rank in range(self.case.ranks * self.case.nodes)], LIMIT)
         os._exit(0)
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +298,9 @@ class Run:
         """Count what a set-up model holds, and note its repeated modules."""
         plain = module.module
         self.roots.add(plain)
+        for name in ("forward", "pipeline_step"):  # of a pipeline's model no module is called whole
+            if (run := getattr(module, name, None)) is not None:
+                module.__dict__[name] = partial(self._called, run)
         self.tracker.hold([*plain.parameters(), *plain.buffers()], "parameters")
         classes = Counter(
             type(part)
@@ -296,6 +353,11 @@ class Run:
     def _forward_ends(self, module: Any, _: Any, output: Any) -> None:
         if module in self.blocks:
             self.tracker.leave(output)
+
+    def _called(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._look()
+        self._begin()
+        return run(*args, **kwargs)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self.steps[id(optimizer)] += 1
