@@ -394,7 +394,7 @@ def foreign(tmp_path):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_a_description_names_files_of_its_directory_only(fabric, foreign, tmp_path, name):
     save_by_torch({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a")
     path = foreign(tmp_path / "a")

@@ -217,14 +217,17 @@ class FullyShard(FSDP2Runtime):
         on_host = self._move_and_broadcast(block, topology)
         maker.release(block)
         settings = self.settings
-        fully_shard(
-            block,
-            mesh=self.mesh,
-            reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=self.precision_policy(block),
-            offload_policy=_offload_policy(settings.offload, topology.device),
-            ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
-        )
+        try:
+            fully_shard(
+                block,
+                mesh=self.mesh,
+                reshard_after_forward=settings.reshard_after_forward,
+                mp_policy=self.precision_policy(block),
+                offload_policy=_offload_policy(settings.offload, topology.device),
+                ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
+            )
+        except RuntimeError as error:
+            raise _explained(error, block) from error
         # An optimizer that was created before setup has references to them until all blocks are sharded.
         for parameter, values in on_host:
             parameter.data = values
@@ -295,6 +298,20 @@ def _own_modules(block: Module) -> Iterator[Module]:
     for child in block.children():
         if not is_fsdp(child):
             yield from _own_modules(child)
+
+
+def _explained(error: RuntimeError, block: Module) -> Exception:
+    """Return the error of `fully_shard`, or a better one."""
+    integers = [
+        name for name, p in block.named_parameters() if not p.is_floating_point() and not p.is_complex()
+    ]
+    if not integers or "floating point" not in str(error):
+        return error
+    return ConfigurationError(
+        f"{type(block).__name__} has parameters of integers ({', '.join(integers)}), which torch "
+        f"{torch.__version__} cannot shard. Use torch 2.13 or newer, or make them buffers: "
+        "module.register_buffer(name, tensor)."
+    )
 
 
 def _offload_policy(offload: bool, device: torch.device) -> Any:
