@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -127,27 +126,30 @@ def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
         )
 
 
-DIFFS = [(block, 2) for block in of("diff")]
+OTHERS = re.compile(r"^.from (accelerate|fairscale|lightning)\b|^.import (deepspeed)\b", re.MULTILINE)
+"""Packages of left sides: tests/integrations has these diffs, with the packages."""
+DIFFS = [(block, 2) for block in of("diff") if not OTHERS.search(block.code)]
 DIFFS += [(block, count) for block, _ in DIFFS if block.page == "docs/migrate/ddp.md" for count in (1, 4)]
 """Two programs, two lives each, take a minute on a busy machine: one page runs on 1 and 4 processes, too."""
 
 
 @pytest.mark.parametrize(("block", "processes"), DIFFS, ids=[f"{label(one)}-{count}" for one, count in DIFFS])
 def test_both_sides_of_a_diff_print_the_same_numbers(block, processes, tmp_path):
-    """Each side is a program, as it is shown; to the last digit.
+    """Each side is a program, as it is shown; to the last digit."""
+    left, right = [
+        lives_of(program, tmp_path / side, processes)
+        for side, program in zip(("left", "right"), sides(block.code).values(), strict=True)
+    ]
+    assert len(left) == (4 if "epochs = 4" in block.code else 1)
+    assert left == right
 
-    A side that needs a package which is not installed is left out; tests/integrations/deepspeed has it.
-    """
-    if "deepspeed" in block.code:
-        pytest.skip("both sides need deepspeed: tests/integrations/deepspeed/test_page.py")
-    numbers = {}
-    for sign, program in sides(block.code).items():
-        package = re.search(r"^from (accelerate|lightning)\b", program, re.MULTILINE)
-        folder = tmp_path / ("left" if sign == "-" else "right")
-        if not package or find_spec(package[1]):
-            numbers[sign] = lives_of(program, folder, processes)
-            assert len(numbers[sign]) == (1 if block.page == "README.md" else 4)
-        if package and package[1] == "lightning":  # the import is the whole migration
-            program = program.replace("lightning.fabric", "fabric")
-            numbers["import"] = lives_of(program, tmp_path / "import", processes)
-    assert numbers == dict.fromkeys(numbers, numbers["+"])
+
+def test_diffs_with_other_packages_are_tested_with_them():
+    packages = {
+        next(filter(None, OTHERS.search(block.code).groups()))
+        for block in of("diff")
+        if OTHERS.search(block.code)
+    }
+    assert packages == {"accelerate", "deepspeed", "fairscale", "lightning"}
+    for package in packages:
+        assert (Path(__file__).parents[1] / "integrations" / package / "test_page.py").exists()
