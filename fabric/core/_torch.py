@@ -72,6 +72,22 @@ def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
     setattr(clip_grad, name, grouped_after_call)
 
 
+def after_grads(call: Callable[[tuple[Any, ...], tuple[Any, ...]], None]) -> None:
+    """Patch torch so that `torch.autograd.grad`, by whatever name the loop imported it, calls
+    `call(inputs, grads)` last.
+    """
+    namespace: Any = torch.autograd
+    run = namespace._engine_run_backward
+
+    def run_before_call(outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        grads = run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        if not accumulate_grad and not torch.compiler.is_compiling():
+            call(args[3], grads)
+        return grads
+
+    namespace._engine_run_backward = run_before_call
+
+
 def memory_of(tensor: Any) -> int:
     """Return an identifier of a tensor's storage (of a DTensor's local tensor), also on the meta device."""
     return id(getattr(tensor, "_local_tensor", tensor).untyped_storage())  # one object as long as it lives

@@ -12,17 +12,16 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fabric.core._torch import backward_pass, before_clips
+from fabric.core._torch import after_grads, backward_pass, before_clips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 
 # By number: listeners run collectives, whose order must be the same on all ranks.
@@ -49,23 +48,14 @@ def add_backward_listener(listener: Any) -> None:
     if not _backward_patched:
         _backward_patched = True
         torch.autograd.backward = _with_listeners(torch.autograd.backward)
-        torch.autograd.grad = _reported(torch.autograd.grad)
+        after_grads(_after_grad)
 
 
-def _reported(grad: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(grad)
-    def call(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(inputs, Iterator):
-            inputs = tuple(inputs)
-        grads = grad(outputs, inputs, *args, **kwargs)
-        if not torch.compiler.is_compiling() and backward_pass() == -1:
-            tensors = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
-            for listener in list(_backward_listeners.values()):
-                if (after_grad := getattr(listener, "after_grad", None)) is not None:
-                    after_grad(tensors, grads)
-        return grads
-
-    return call
+def _after_grad(inputs: Any, grads: Any) -> None:
+    if backward_pass() == -1:
+        for listener in list(_backward_listeners.values()):
+            if (after_grad := getattr(listener, "after_grad", None)) is not None:
+                after_grad(inputs, grads)
 
 
 def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:

@@ -135,6 +135,21 @@ def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPa
     assert weight.grad.tolist() == [1.0]
 
 
+def test_the_function_that_runs_the_engine(monkeypatch):
+    """A gradient of torch.autograd.grad is reported, also if the loop imported the function by its name."""
+    from torch.autograd import grad
+
+    namespace, seen = torch.autograd, []
+    monkeypatch.setattr(namespace, "_engine_run_backward", namespace._engine_run_backward)
+    core.after_grads(lambda inputs, grads: seen.append(([*inputs], [*grads])))
+    weight, other = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    (weight * 2).sum().backward()
+    assert seen == []
+    found = grad((weight * 3).sum(), iter([weight, other]), allow_unused=True)
+    assert seen == [([weight, other], [found[0], None])]
+    assert found[0].tolist() == [3.0]
+
+
 def test_gradients_are_written_by_a_node_that_conversions_replace() -> None:
     """A model that was converted after setup is an error: DDP's reducer hooks the nodes of setup."""
     weight = torch.nn.Parameter(torch.ones(1))
