@@ -1,6 +1,5 @@
 """The command line. `fabric run` starts the ranks of this machine and supervises them, without importing
-torch. `fabric check` compares a script's first steps on one rank and on several. `fabric consolidate`
-converts a sharded checkpoint to one file.
+torch. Other commands are those of slices, whose `arguments` modules add their parsers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import print_line
 from fabric.core.registry import did_you_mean
-from fabric.core.slices import use_slice
+from fabric.core.slices import find_slice, use_slice
 from fabric.launch.commands import run_commands
 from fabric.launch.rank_env import first_rank_env
 from fabric.launch.rank_logs import RankLogs
@@ -66,31 +65,6 @@ class Setting(NamedTuple):
     value: str
     source: str
 
-
-_OF_DOCTOR = {
-    "accelerator": ("", '"cpu": without devices; default: auto'),
-    "baseline": ("", "what --json printed on a healthy day"),
-    "devices": ("auto", "how many ranks to start, outside of launchers; default: auto"),
-    "dir": (".", "where checkpoints will be; default: the current directory"),
-    "timeout": ("30", "seconds for all ranks to arrive; default: 30"),
-}
-"""Options of `fabric doctor`: default and help."""
-
-_OF_CHECK = {
-    "devices": ("2", "how many ranks to compare; default: 2"),
-    "steps": ("3", "how many steps of optimizers; default: 3"),
-}
-_OF_PLAN = {
-    "devices": ("1", "ranks of each machine; default: 1"),
-    "num_nodes": ("1", "machines; default: 1"),
-    "memory": (None, "of each device, with a unit: 80GB"),
-    "strategy": (None, '"ddp", "zero1,zero3", ...; default: all that the script may use'),
-    "precision": (None, '"32-true", "bf16-mixed", ...; default: the script\'s own and bf16-mixed'),
-    "batch_size": (None, "samples of a rank; default: the script's own"),
-    "bandwidth": (None, "of each rank, 400Gb/s or 50GB/s: adds lower bounds of a step's time"),
-    "flops": (None, "of each rank, operations per second, 400T: adds the same"),
-}
-"""Options of `fabric check` and `fabric plan`: default and help."""
 
 _FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
@@ -162,29 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--report", metavar="DIR", help="record the run: each rank appends its steps to a file")
     run.add_argument("--verbose", action="store_true", help="print each setting and its source")
-    check = commands.add_parser(
-        "check",
-        help="compare a script's first steps on one rank and on several",
-        description="Run the first steps of a script on several ranks, and on one with the batches of all; "
-        "compare gradients. On the CPU, without dropout.",
-        usage="fabric check [options] (script.py | -m module) [arguments of the script]",
-        allow_abbrev=False,
-    )
-    for name, (default, text) in _OF_CHECK.items():
-        check.add_argument(f"--{name}", metavar="N", default=default, help=text)
-    merge = commands.add_parser(
-        "consolidate",
-        help="convert a sharded checkpoint to one file",
-        description="Convert a sharded checkpoint to one file, which torch.load reads. With --output "
-        "F.safetensors the file has its model only. Needs the memory of one tensor, and no ranks.",
-    )
-    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
-    merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
-    merge.add_argument("--force", action="store_true", help="replace the file if it exists, without asking")
-    _add_doctor(commands)
-    _add_report(commands)
-    plan = _plan_parser(commands)
-    for command in (run, check, plan):
+    for name in ("check", "consolidate", "doctor", "report", "plan"):
+        if (arguments := find_slice(f"{name} arguments")) is not None:
+            arguments.add_command(commands)
+    for command in [commands.choices[name] for name in ("run", "check", "plan") if name in commands.choices]:
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -196,56 +151,16 @@ def _doctor(options: argparse.Namespace) -> int:
     return int(use_slice("doctor").doctor(options, count_processes))
 
 
-def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="check machines, network and devices before a job",
-        description="Print what is wrong with machines, network and devices, and the fix. Inside a launcher "
-        "(srun, torchrun --no-python, fabric run -m fabric doctor) each rank runs it.",
-        allow_abbrev=False,
-    )
-    for name, (default, text) in _OF_DOCTOR.items():
-        doctor.add_argument(f"--{name}", default=default, metavar=name.upper(), help=text)
-    doctor.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
-
-
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="show where the time of a run goes, its failures and its logged values",
-        description="Write one HTML file from what Fabric(report=DIR) has recorded, also during the run.",
-        allow_abbrev=False,
-    )
-    report.add_argument("directory", metavar="DIR", help="the directory of the run")
-    kinds = report.add_mutually_exclusive_group()
-    kinds.add_argument("--out", metavar="FILE", help="the page; default: DIR/report.html")
-    kinds.add_argument("--text", action="store_true", help="print it as text in place of the page")
-    kinds.add_argument("--json", action="store_true", help="print the aggregated numbers as a JSON object")
-    kinds.add_argument("--follow", action="store_true", help="print a line a minute until the run has ended")
-    report.add_argument("--interval", metavar="S", default="60", help="seconds between these; default: 60")
-
-
-def _plan_parser(commands: Any) -> Any:
-    plan = commands.add_parser(
-        "plan",
-        help="predict memory, traffic and the largest batch size by strategy",
-        description="Run two steps of a script in one process, as one of N ranks, and print what it needs.",
-        usage="fabric plan [options] (script.py | -m module) [arguments of the script]",
-        allow_abbrev=False,
-    )
-    for name, (default, text) in _OF_PLAN.items():
-        plan.add_argument(f"--{name.replace('_', '-')}", default=default, metavar="VALUE", help=text)
-    plan.add_argument("--fake", action="store_true", help="tensors without values: models need no memory")
-    plan.add_argument("--json", action="store_true", help="print a JSON object in place of the table")
-    return plan
-
-
 def _report(options: argparse.Namespace) -> int:
     return int(use_slice("report command").run_report(options))
 
 
 def _plan(options: argparse.Namespace) -> int:
     return int(use_slice("plan").run_plan(options, _command_line(options)[1:]))
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    return int(use_slice("consolidate arguments").run_consolidate(options))
 
 
 def _versions() -> str:
@@ -259,49 +174,12 @@ def _versions() -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    numbers = {name: Setting(getattr(options, name), f"--{name}") for name in _OF_CHECK}
+    numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
     ranks, steps = (
         _parse_count(numbers["devices"], "--devices", 2),
         _parse_count(numbers["steps"], "--steps", 1),
     )
     return int(use_slice("check").check(_command_line(options)[1:], ranks, steps))
-
-
-def _consolidate(options: argparse.Namespace) -> int:
-    output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
-    checkpoint, file = _as_local_path(options.checkpoint), _as_local_path(output)
-    if file.is_file() and not options.force:
-        if not sys.stdin.isatty():
-            raise ConfigurationError(f"{output} exists. Write --force to replace it, or another --output.")
-        if input(f"{output} exists. Replace it? [y/N] ").strip().lower() not in ("y", "yes"):
-            return 1
-    try:
-        consolidate = use_slice("sharded reader").consolidate
-        omitted = consolidate(checkpoint, file, _show_progress)
-    except OSError as error:
-        print(f"fabric consolidate: {error}", file=sys.stderr)
-        return 1
-    note = f", with the model only: without {', '.join(map(repr, omitted))}" if omitted else ""
-    print_line(f"{options.checkpoint} is now also one file: {output}{note}")
-    return 0
-
-
-def _show_progress(done: int, total: int) -> None:
-    """Draw a bar on a terminal."""
-    if sys.stderr.isatty():
-        bar = "#" * (40 * done // total)
-        print(f"\r[{bar:40}] {done} of {total} tensors", end="\n" * (done == total), file=sys.stderr)
-
-
-def _as_local_path(text: str) -> Path:
-    from fabric.utilities.cloud_io import local_path
-
-    path = local_path(text)
-    if path is None:
-        raise ConfigurationError(
-            f"{text} is a URL, but consolidate reads and writes local files. Copy them, and write a path."
-        )
-    return path
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -330,8 +208,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _warn_of_misplaced_options(options: argparse.Namespace) -> None:
     """Warn if all options of a command are written after the script, which gets them."""
-    of_run = dict.fromkeys(_OPTIONS, (None, ""))
-    own: Any = {"run": of_run, "check": _OF_CHECK, "plan": _OF_PLAN}[options.command]
+    own: Any = dict.fromkeys(_OPTIONS, (None, ""))
+    if options.command != "run":
+        own = use_slice(f"{options.command} arguments").OPTIONS
     if any([getattr(options, name) != default for name, (default, _) in own.items()]):
         return  # the script has options of these names
     arguments = options.module[1:] if options.module else options.arguments
