@@ -6,7 +6,6 @@ Large states that can be reduced are only described in it; they are reduced by o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import reduce
@@ -25,7 +24,7 @@ from torchmetrics.utilities.data import (
 from torchmetrics.wrappers import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from fabric.collectives.frames import PACK_LIMIT, call_of, fold, format_tree, join
+from fabric.collectives.frames import PACK_LIMIT, call_of, fold, format_tree
 from fabric.collectives.objects import PickledObject, gather_pickled
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
@@ -213,7 +212,7 @@ def _for_each_state(piece: StateSlice, value: Tensor) -> Values:
 
 def _merged(pieces: list[StateSlice], rank_states: list[RankStates], channel: Channel) -> Values:
     """Return the merged states of all ranks, equal on all of them."""
-    in_message: dict[Any, list[StateSlice]] = {}
+    values: Values = []
     large: dict[str, list[StateSlice]] = {}
     others = []
     for piece in pieces:
@@ -221,17 +220,13 @@ def _merged(pieces: list[StateSlice], rank_states: list[RankStates], channel: Ch
         if rule not in _REDUCE_OPS or not kinds <= {torch.Tensor, OnOtherRank}:
             others.append(piece)
             continue
-        if len({value.shape for value in piece.by_rank.values()}) > 1:
-            joined.check_shapes(piece)
+        joined.check_shapes(piece)
         if OnOtherRank in kinds:
             large.setdefault(rule, []).append(piece)
         else:
-            in_message.setdefault(
-                (rule, _common_dtype(piece), _common_device(piece, channel), *piece.by_rank), []
-            ).append(piece)
-    values: Values = []
-    for (rule, dtype, device, *_), pieces in in_message.items():
-        values += _reduce_gathered(pieces, rule, dtype, device)
+            dtype, device = _common_dtype(piece), _common_device(piece, channel)
+            rows = [value.to(device, dtype) for value in piece.by_rank.values()]
+            values += _for_each_state(piece, fold(rows, _REDUCE_OPS[rule]).to(dtype))
     for rule in _REDUCE_OPS:
         values += _reduce_large(large[rule], rule, channel) if rule in large else []
     # Last, since a metric's custom reduction may raise: the other ranks must not wait for this one.
@@ -241,16 +236,6 @@ def _merged(pieces: list[StateSlice], rank_states: list[RankStates], channel: Ch
         combined += [(state, value) for state in piece.states]
     updated_ranks = {id(state.metric): len(piece.by_rank) for piece in others for state in piece.states}
     return values + joined.pool_nrmse(combined, updated_ranks) if combined else values
-
-
-def _reduce_gathered(pieces: list[StateSlice], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
-    """Reduce states of one rule, dtype and device, and of the same ranks, from the gathered values."""
-    rows = [join([piece.by_rank[rank].to(device, dtype) for piece in pieces]) for rank in pieces[0].by_rank]
-    total = fold(rows, _REDUCE_OPS[rule]).to(dtype)
-    shapes = [next(iter(piece.by_rank.values())).shape for piece in pieces]
-    columns = total.split([math.prod(shape) for shape in shapes])
-    merged = zip(pieces, columns, shapes, strict=True)
-    return [pair for piece, column, shape in merged for pair in _for_each_state(piece, column.view(shape))]
 
 
 def _reduce_large(pieces: list[StateSlice], rule: str, channel: Channel) -> Values:
