@@ -130,9 +130,8 @@ class CollectiveVerbs(RankFacts):
         if uneven not in ("list", "cat"):
             text = f"all_gather(uneven={uneven!r}) is unknown. Write 'error', 'list' or 'cat'."
             self._strategy.abort_call("all_gather", ConfigurationError(text), group)
-        from fabric.collectives.grads import all_gather_uneven
-
-        return all_gather_uneven(data, uneven, self._strategy.channel(group), sync_grads)
+        gather = use_slice("gradients").all_gather_uneven
+        return gather(data, uneven, self._strategy.channel(group), sync_grads)
 
     @collective
     def all_reduce(
@@ -164,9 +163,8 @@ class CollectiveVerbs(RankFacts):
             if async_op:
                 text = "all_reduce takes async_op=True or sync_grads=True, not both. Leave one of them out."
                 self._strategy.abort_call("all_reduce", ConfigurationError(text), group)
-            from fabric.collectives.grads import all_reduce_with_grads
-
-            return all_reduce_with_grads(data, reduce_op, self._strategy.channel(group))
+            reduce = use_slice("gradients").all_reduce_with_grads
+            return reduce(data, reduce_op, self._strategy.channel(group))
         if not inplace:
             data = _copy_tensors(data)
         more = {"async_op": True} if async_op else {}  # third-party strategies may not accept `async_op`
@@ -189,10 +187,10 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
             ArgumentTypeError: As for `all_reduce`.
         """
-        from fabric.collectives.grads import reduce_scatter_with_grads
-
-        scatter = reduce_scatter_with_grads if sync_grads else use_slice("extra").reduce_scatter_tree
-        return scatter(data, reduce_op, self._strategy.channel(group))
+        channel = self._strategy.channel(group)
+        if sync_grads:
+            return use_slice("gradients").reduce_scatter_with_grads(data, reduce_op, channel)
+        return use_slice("extra").reduce_scatter_tree(data, reduce_op, channel)
 
     @collective
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
@@ -208,10 +206,10 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             ArgumentTypeError: A leaf that is neither tensor nor number.
         """
-        from fabric.collectives.grads import all_to_all_with_grads
-
-        exchange = all_to_all_with_grads if sync_grads else use_slice("extra").all_to_all_tree
-        return exchange(data, self._strategy.channel(group))
+        channel = self._strategy.channel(group)
+        if sync_grads:
+            return use_slice("gradients").all_to_all_with_grads(data, channel)
+        return use_slice("extra").all_to_all_tree(data, channel)
 
     @collective
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
@@ -279,9 +277,7 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: The values differ; on all ranks. The message is a table of values and lines.
         """
-        from fabric.collectives.agreement import agreed
-
-        return agreed(value, self._strategy.channel())
+        return use_slice("agreement").agreed(value, self._strategy.channel())
 
     @collective
     def compute_metrics(self, metrics: Any) -> Any:
@@ -351,8 +347,7 @@ class CollectiveVerbs(RankFacts):
         computed = metrics_among(metrics)
         if sync_dist:
             self._require_launch("log_dict(sync_dist=True)")
-            from fabric.collectives.scalars import reduce_scalars
-
+            reduce_scalars = use_slice("logged numbers").reduce_scalars
             plain = {name: value for name, value in metrics.items() if name not in computed}
             metrics = {**metrics, **reduce_scalars(plain, reduce_fx, *self._strategy.data_parallel_layout())}
         if computed:
@@ -420,9 +415,7 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        from fabric.strategies.rank_zero_first import rank_zero_first_context
-
-        with rank_zero_first_context(self._strategy, local):
+        with use_slice("rank zero first").rank_zero_first_context(self._strategy, local):
             yield
 
     def _checked_flag(self, verb: str, flag: Any) -> bool:

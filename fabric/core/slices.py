@@ -11,6 +11,7 @@ from typing import Any
 from fabric.core.errors import ConfigurationError
 
 SLICES = {
+    "agreement": "fabric.collectives.extra.agreement",
     "background": "fabric.checkpoint.background.pending",
     "batch size": "fabric.batch_size.search",
     "call check": "fabric.guard.call_checker",
@@ -21,14 +22,17 @@ SLICES = {
     "doctor arguments": "fabric.tools.doctor.arguments",
     "extra": "fabric.collectives.extra.route",
     "functions": "fabric.launch.functions.multiprocess",
+    "gradients": "fabric.collectives.extra.grads",
     "iterable": "fabric.data.iterable.iterables",
     "latest": "fabric.checkpoint.latest.latest",
+    "logged numbers": "fabric.collectives.extra.scalars",
     "metrics": "fabric.metrics.sync",
     "plan": "fabric.tools.plan.command",
     "plan arguments": "fabric.tools.plan.arguments",
     "preemption": "fabric.preemption.stopping",
     "profile": "fabric.profile.profile",
     "progress": "fabric.progress.progress",
+    "rank zero first": "fabric.collectives.extra.rank_zero_first",
     "replicas": "fabric.replicas.check",
     "report": "fabric.report.part",
     "report arguments": "fabric.tools.report.arguments",

@@ -20,6 +20,7 @@ from fabric.collectives.channel import (
     torch_op,
 )
 from fabric.core.messages import print_line
+from fabric.core.slices import use_slice
 from fabric.core.tree import CONSTANTS, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -176,9 +177,7 @@ class Exchange:
         if self.topology.world_size == 1:
             _log_shape_once()
         if sync_grads:
-            from fabric.collectives.grads import all_gather_with_grads
-
-            return all_gather_with_grads(tensor, channel)
+            return use_slice("gradients").all_gather_with_grads(tensor, channel)
         if channel.world_size == 1:
             return _gather_alone(tensor, channel, async_op=async_op)
         from fabric.collectives.gather import gather_tree

@@ -11,12 +11,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fabric.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
+from fabric.collectives.extra.route import all_to_all_tree, reduce_scatter_tree
 from fabric.collectives.frames import call_of, fold, format_tree
 from fabric.collectives.gather import gather_tree
 from fabric.collectives.objects import PickledObject, gather_pickled
 from fabric.collectives.reduce import reduce_tree, wire_dtype
 from fabric.core.errors import ConfigurationError
-from fabric.core.slices import use_slice
 from fabric.core.tree import CONSTANTS, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
         return flatten(gather_tree(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
     def backward(grads: list[Tensor]) -> list[Tensor]:
-        summed = use_slice("extra").reduce_scatter_tree(grads, "sum", channel, label="backward of all_gather")
+        summed = reduce_scatter_tree(grads, "sum", channel, label="backward of all_gather")
         return [part[0] for part in summed]
 
     return unflatten(apply_verb(gather, backward, tensors), spec, data)
@@ -112,14 +112,13 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
 def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
     """Return the result of `all_to_all_tree`; gradients flow back to the rank that sent each part."""
     tensors, spec = _tensors(data, channel, "all_to_all")
-    exchange = use_slice("extra").all_to_all_tree
 
     def route(parts: list[Tensor]) -> list[Tensor]:
         verb = "all_to_all(sync_grads=True)"
-        return flatten(exchange(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
+        return flatten(all_to_all_tree(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
     def backward(grads: list[Tensor]) -> list[Tensor]:
-        routed: list[Tensor] = exchange(grads, channel, verb="backward of all_to_all")
+        routed: list[Tensor] = all_to_all_tree(grads, channel, verb="backward of all_to_all")
         return routed
 
     return unflatten(apply_verb(route, backward, tensors), spec, data)

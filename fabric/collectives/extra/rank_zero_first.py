@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pickle
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.frames import call_of
+from fabric.collectives.objects import PickledObject, gather_pickled
 from fabric.core.errors import RankError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.strategies.strategy import Strategy
-
 
 @contextmanager
-def rank_zero_first_context(strategy: Strategy, local: bool) -> Iterator[None]:
+def rank_zero_first_context(strategy: Any, local: bool) -> Iterator[None]:
     """Context of `Fabric.rank_zero_first`. All ranks must call this.
 
     The other ranks wait for the outcome of the first rank without a time limit while its process is alive.
@@ -25,9 +25,6 @@ def rank_zero_first_context(strategy: Strategy, local: bool) -> Iterator[None]:
         CollectiveMismatch: A first rank called a collective in its block; on all ranks.
         RankError: A first rank exited, or did not respond within the timeout of collectives.
     """
-    from fabric.collectives.frames import call_of
-    from fabric.collectives.objects import PickledObject, gather_pickled
-
     topology, channel, verb = strategy.topology, strategy.channel(), f"rank_zero_first(local={local})"
     members = channel.collective.members
     nodes = [rank // topology.local_world_size for rank in members]
