@@ -46,6 +46,15 @@ S = TypeVar("S")
 Rest = TypeVarTuple("Rest")
 
 
+class SetupOptions(TypedDict, total=False):
+    """Keyword arguments of `setup`, for its typed signatures."""
+
+    move_to_device: bool
+    replica_check: bool
+    _reapply_compile: bool
+    rank_local: Collection[str]
+
+
 class LoaderOptions(TypedDict, total=False):
     """Keyword arguments for sharding loaders, for type checkers."""
 
@@ -65,17 +74,7 @@ class SetupVerbs(RankFacts):
     """Whether a backward has checked for models and loaders that were not set up."""
 
     @overload
-    def setup(
-        self,
-        module: M,
-        *,
-        scheduler: None = None,
-        move_to_device: bool = True,
-        replica_check: bool = True,
-        _reapply_compile: bool = True,
-        rank_local: Collection[str] = (),
-    ) -> M: ...
-
+    def setup(self, module: M, *, scheduler: None = None, **options: Unpack[SetupOptions]) -> M: ...
     @overload
     def setup(
         self,
@@ -84,25 +83,12 @@ class SetupVerbs(RankFacts):
         /,
         *optimizers: Unpack[Rest],
         scheduler: None = None,
-        move_to_device: bool = True,
-        replica_check: bool = True,
-        _reapply_compile: bool = True,
-        rank_local: Collection[str] = (),
+        **options: Unpack[SetupOptions],
     ) -> tuple[M, O1, Unpack[Rest]]: ...
-
     @overload
     def setup(
-        self,
-        module: M,
-        /,
-        *optimizers: Unpack[Rest],
-        scheduler: S,
-        move_to_device: bool = True,
-        replica_check: bool = True,
-        _reapply_compile: bool = True,
-        rank_local: Collection[str] = (),
+        self, module: M, /, *optimizers: Unpack[Rest], scheduler: S, **options: Unpack[SetupOptions]
     ) -> tuple[M, Unpack[Rest], S]: ...
-
     @explains_arguments("fabric.setup")  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
     def setup(
         self,
