@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.collectives.collective import Collective
-    from fabric.collectives.single_device import SingleDeviceCollective
-    from fabric.collectives.torch_collective import TorchCollective
-
-__all__ = ["Collective", "SingleDeviceCollective", "TorchCollective"]
+    from fabric.collectives.collective import Collective as Collective
+    from fabric.collectives.single_device import SingleDeviceCollective as SingleDeviceCollective
+    from fabric.collectives.torch_collective import TorchCollective as TorchCollective
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

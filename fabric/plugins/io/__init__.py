@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.checkpoint.checkpoint_io import CheckpointIO
-    from fabric.checkpoint.torch_io import TorchCheckpointIO
-
-__all__ = ["CheckpointIO", "TorchCheckpointIO"]
+    from fabric.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
+    from fabric.checkpoint.torch_io import TorchCheckpointIO as TorchCheckpointIO
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
