@@ -25,8 +25,28 @@ PRELOAD = [
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental._attention",  # of the first FSDP model
     "torch.distributed.tensor.parallel",
     "torchmetrics",
+    # What the first model of each strategy imports.
+    "fabric.accelerators.cpu",
+    "fabric.checkpoint.formats.sharded.save",
+    "fabric.data.unequal",
+    "fabric.guard.call_checker",
+    "fabric.guard.control_connections",
+    "fabric.plugins.environments.process_group",
+    "fabric.replicas.check",
+    "fabric.strategies.context_parallel.part",
+    "fabric.strategies.ddp.strategy",
+    "fabric.strategies.free",
+    "fabric.strategies.fsdp.strategy",
+    "fabric.strategies.local_sgd.strategy",
+    "fabric.strategies.pipeline.strategy",
+    "fabric.strategies.sharding.dtensors",
+    "fabric.strategies.tensor_parallel.strategy",
+    "fabric.strategies.zero1.strategy",
+    "fabric.watchdog.watchdog",
 ]
 IGNORED = (
     ".*batch norm in training sees only",
