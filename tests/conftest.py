@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from machine import ACCELERATOR
+from warm import WarmPython
 
 from fabric.testing import RankPool
 from fabric.testing.worker import changes, child_processes, user_environ
@@ -99,6 +100,14 @@ def forking_ranks() -> Iterator[RankPool]:
     next backward starts a thread for each, and in processes that are forked later no backward can run.
     """
     yield from _pool()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    """Scripts without the start of an interpreter: `warm.run(script)`, `warm.torchrun(script, ranks=2)`."""
+    python = WarmPython()
+    yield python
+    python.close()
 
 
 def _pool() -> Iterator[RankPool]:

@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from warm import WarmPython
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -54,18 +57,24 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 """On a port of its own: tests of other processes have theirs."""
 
 
-def lives_of(program: str, folder: Path, processes: int = 2) -> list[float]:
-    """The numbers that a program prints, interrupted after half of its epochs and started again."""
+def lives_of(program: str, folder: Path, processes: int = 2, warm: WarmPython | None = None) -> list[float]:
+    """The numbers that a program prints, interrupted after half of its epochs and started again.
+
+    With `warm` its ranks are forked, with the variables of torchrun; else it is started cold.
+    """
     folder.mkdir()
     program = program.replace("devices=2", f"devices={processes}")
     by_hand = re.search("init_process_group|Accelerator|deepspeed.init", program)
     launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if by_hand else []
     settings = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    printed = ""
+    script, printed = folder / "train.py", ""
     for life in ["epochs = 2", "epochs = 4"] if "epochs = 4" in program else [""]:
-        (folder / "train.py").write_text(program.replace("epochs = 4", life))
-        command = [sys.executable, *launcher, "train.py"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
+        script.write_text(program.replace("epochs = 4", life))
+        if warm is not None:
+            done = warm.torchrun(script, ranks=processes)
+        else:
+            command = [sys.executable, *launcher, script.name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
         assert done.returncode == 0, done.stderr
         printed += done.stdout
     return [float(number) for number in re.findall(r"\d+\.\d+", printed)]
