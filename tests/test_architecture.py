@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -328,12 +327,12 @@ def needed_by(deleted: str) -> set[str]:
 
 
 KERNEL_LOOP = """
-import sys, tempfile
+import os, sys, tempfile
 # Of an editable install: it finds deleted folders.
 sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in repr(one)]
 from importlib import import_module
 import torch
-for name in MODULES:
+for name in MODULES if "RANK" not in os.environ else []:  # once, in the process that starts the other rank
     import_module(name)
 from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
@@ -359,8 +358,11 @@ fabric.print("done")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", NEEDS)
-def test_the_kernel_works_without_a_slice(tmp_path, one):
-    """A copy without its folder: all modules import but those that need it, and a job of 2 ranks runs."""
+def test_the_kernel_works_without_a_slice(tmp_path, warm, one):
+    """A copy without its folder: all modules import but those that need it, and a job of 2 ranks runs.
+
+    The first rank is forked from a warm process, and starts the other one.
+    """
     shutil.copytree(PACKAGE, tmp_path / "fabric", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / one.replace(".", "/")
     shutil.rmtree(folder) if folder.is_dir() else folder.with_suffix(".py").unlink()
@@ -369,10 +371,7 @@ def test_the_kernel_works_without_a_slice(tmp_path, one):
     kept = [name for name in kept if place(name) != "fabric.integrations" and "__main__" not in name]
     script = tmp_path / "train.py"
     script.write_text(KERNEL_LOOP.replace("MODULES", repr(kept)).replace("PACKAGE", repr(str(tmp_path))))
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ
-    )
+    done = warm.run(script, timeout=300, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -56,22 +56,21 @@ print("the script does not come to its end", flush=True)
 """
 
 
+COMMAND = """
+import sys
+from fabric.cli import main
+sys.exit(main(["check", *sys.argv[1:]]))
+"""
+
+
 @pytest.fixture
-def check(tmp_path):
+def check(tmp_path, warm):
+    """`fabric check` of the script, in a forked process; the runs that it compares are started by it."""
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "command.py").write_text(COMMAND)
 
     def run(strategy, how, *options):
-        command = [
-            sys.executable,
-            "-m",
-            "fabric",
-            "check",
-            *options,
-            str(tmp_path / "train.py"),
-            strategy,
-            how,
-        ]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return warm.run(tmp_path / "command.py", *options, tmp_path / "train.py", strategy, how, timeout=300)
 
     run.folder = tmp_path
     return run
@@ -79,8 +78,10 @@ def check(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_script_that_is_right(check):
-    done = check("ddp_spawn", "shuffled", "--steps", "2")
+def test_a_script_that_is_right(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "fabric", "check", "--steps", "2", "train.py", "ddp_spawn", "shuffled"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line[:32] for line in lines] == [
