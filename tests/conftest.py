@@ -33,9 +33,13 @@ PRELOAD = [
     # What the first model of each strategy imports.
     "fabric.accelerators.cpu",
     "fabric.checkpoint.formats.sharded.save",
+    "fabric.checkpoint.latest.latest",
+    "fabric.collectives.gather",
     "fabric.data.unequal",
     "fabric.guard.call_checker",
     "fabric.guard.control_connections",
+    "fabric.guard.mismatch",
+    "fabric.metrics.sync",
     "fabric.plugins.environments.process_group",
     "fabric.replicas.check",
     "fabric.strategies.context_parallel.part",
