@@ -178,6 +178,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         if self.is_global_zero and self.world_size > 1:
             record_raw_iterations()
 
+    @eager
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
@@ -203,7 +204,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         if raw_iterations or not self._backward_checked:
             self._require_launch("backward()")
             if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
-                warn_if_not_set_up(strategy.data_rank[1], not self._models and not self._backward_checked)
+                nothing = not self._models and not strategy.layout.free_parameters
+                warn_if_not_set_up(strategy.data_rank[1], nothing and not self._backward_checked)
             self._backward_checked = True
             raw_iterations.clear()
         gate = strategy.gate
@@ -223,6 +225,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         finally:
             gate.open = False
 
+    @eager
     def clip_gradients(
         self,
         module: Any,

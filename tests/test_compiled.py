@@ -265,5 +265,40 @@ def test_with_a_compiled_backward(ranks, strategy):
     on_ranks(ranks, strategy, "whole before", "aot_eager")
 
 
+def trained_by_a_compiled_step(strategy):
+    warnings.simplefilter("ignore")  # torch's own, of its compiler
+    torch._dynamo.reset()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    net, plain = Net(), Net()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    @torch.compile(backend="eager")
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+
+    torch.manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(4, 4)
+        step(x[fabric.global_rank :: 2])
+        reference.zero_grad()
+        plain(x).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+    torch._dynamo.reset()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_compiled_step_with_backward_clip_and_step(ranks, strategy):
+    ranks.run(trained_by_a_compiled_step, strategy, world_size=2)
+
+
 def test_links_to_the_page():
     assert re.search(r"\(compile\.md\)", PAGE.with_name("README.md").read_text())

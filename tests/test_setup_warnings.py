@@ -68,6 +68,23 @@ def test_a_model_that_was_never_set_up_is_said_once(ranks):
     assert others == []
 
 
+def parameters_of_no_model():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD([weight], lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric.backward((weight * (fabric.global_rank + 1)).sum())
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 1 - 0.15))  # of the averaged gradient
+    return messages(caught)
+
+
+def test_parameters_of_no_model_are_averaged_without_a_warning(ranks):
+    assert ranks.run(parameters_of_no_model, world_size=2) == [[], []]
+
+
 def never_set_up(shuffle):
     parts = started()
     loader = DataLoader(DATA, batch_size=2, shuffle=shuffle)

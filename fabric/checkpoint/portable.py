@@ -162,10 +162,19 @@ def from_portable(data: Any, stored: bool = False) -> Any:
     return data
 
 
-def module_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's saved state to load from. Tensors are not copied, since loading copies them."""
-    extra = "_extra_state"  # torch's suffix for what get_extra_state() gave: kept by the module as it is
-    kept = [key for key in state if key.endswith(extra) or not isinstance(state[key], torch.Tensor)]
+def module_entries(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's saved state to load from. Values of parameters and buffers are not copied, since
+    loading copies them.
+    """
+    copied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    copied |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    owners = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    # Other entries of its submodules are kept as they are: extra states, the states of a torchmetrics metric.
+    kept = [
+        key
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or (key not in copied and key.rpartition(".")[0] in owners)
+    ]
     return same_dict_type(state, {**state, **{key: from_portable(state[key]) for key in kept}})
 
 

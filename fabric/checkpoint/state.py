@@ -239,7 +239,7 @@ class _Load:
         if isinstance(inner, torch.nn.Module):
             if not isinstance(value, dict):
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
-            entries = module_entries(value)
+            entries = module_entries(value, inner)
             result = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
             warn_if_unloaded(result, entries)
         elif isinstance(inner, torch.optim.Optimizer):

@@ -15,7 +15,10 @@ import torch.distributed as dist
 from fabric.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
 from fabric.core._torch import foreach_copy_
+from fabric.core.source import user_line
 from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +60,8 @@ def reduce_tree(
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
         check_writable(tensors, op)
+    if op != _Op.AVG and torch.is_grad_enabled():
+        _watch_gradients(leaves, label or f"all_reduce({op_name(op)})")
     result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
     works: list[Any] = []
@@ -105,6 +110,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         or not tensor.is_contiguous()
         or tensor.is_neg()
         or tensor.is_inference()
+        or (tensor.requires_grad and op != "mean")
     ):
         return False
     with torch.no_grad():
@@ -113,6 +119,27 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
             return False
         tensor.view(-1).copy_(fold(frames.columns([tensor])[0], name[1]))
     return True
+
+
+def _watch_gradients(leaves: list[Any], label: str) -> None:
+    """Warn in a backward that goes through tensors that were reduced in place.
+
+    A backward treats them as this rank's own. That is right for the mean, whose gradient DDP averages. A
+    number may be the loss itself, whose gradient does not depend on its value.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.dim():
+            line = user_line()
+            leaf.register_hook(lambda grad, line=line: _warn_of_gradient(label, line))
+
+
+def _warn_of_gradient(label: str, line: str) -> None:
+    rank_zero_warn(
+        f"A gradient passed through {label} ({line}), which is not differentiable: each rank gets that of "
+        "its own part, not that of the result. Write sync_grads=True in this call, or reduce x.detach() if "
+        "no gradient is needed.",
+        category=RanksDifferWarning,
+    )
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:

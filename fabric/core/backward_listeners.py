@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.core._torch import after_grads, backward_pass, before_clips
+from fabric.core.compile import eager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,9 @@ def _after_grad(inputs: Any, grads: Any) -> None:
 def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def call(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a compiled step: messages of listeners cannot be traced
+            eager(call)(*args, **kwargs)
+            return
         if backward_pass() != -1:
             backward(*args, **kwargs)
             for listener in list(_backward_listeners.values()):
@@ -91,6 +95,9 @@ def add_step_listener(part: Any) -> Callable[[], None]:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # a compiled step; `eager` costs each step a call
+        eager(_before_step)(optimizer, args, kwargs)
+        return
     for part in [] if _in_trial else list(_step_listeners.values()):
         part.before_step(optimizer, args, kwargs)
 
@@ -134,6 +141,7 @@ def add_clip_listener(listener: Any) -> None:
         before_clips(_before_clip)
 
 
+@eager
 def _before_clip(gradients: list[Any]) -> None:
     for listener in list(_clip_listeners):
         listener.before_clip(gradients)

@@ -1,22 +1,25 @@
-"""A warning for batches of unequal size on ranks in loops that shard by hand; compares row counts once.
+"""Warnings for losses whose mean over ranks is not the mean over all items; each compares once.
 
-The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows.
+The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows. So it is with tokens.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.tree import flatten
+from fabric.data._torch import saved
 from fabric.data.loader import sharded_iterations
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class FirstCall:
@@ -25,18 +28,21 @@ class FirstCall:
     Not a hook of the module, since `torch.compile` would trace it.
     """
 
-    __slots__ = ("__weakref__", "call", "rows")
+    __slots__ = ("__weakref__", "call", "rows", "size")
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
         self.rows: int | None = None
         """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
+        self.size = 0
+        """Rows of the first tensor, also if Fabric shards the data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the rows, and run the forward."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.rows is None:
             shapes = [getattr(leaf, "shape", ()) for leaf in flatten((args, kwargs))[0]]
-            self.rows = 0 if sharded_iterations else next((shape[0] for shape in shapes if shape), 0)
+            self.size = next((shape[0] for shape in shapes if shape), 0)
+            self.rows = 0 if sharded_iterations else self.size
         return self.call(*args, **kwargs)
 
 
@@ -48,12 +54,19 @@ class FirstRows:
         self._model, self._first = weakref.ref(wrapped), weakref.ref(first)
         self.rows = 0
         """The rows recorded before `restore_forward`; 0: none."""
+        self.size = 0
+        """As `FirstCall.size`."""
+        self.loss: FirstLoss | None = FirstLoss()
+        self.terms: list[list[Any]] = []
+        """The factors of the first loss, see `_terms`."""
 
     def restore_forward(self) -> None:
         """Restore the original forward, unless it was compiled: torch would compile the original again."""
+        if self.loss is not None:
+            self.terms, self.loss = self.loss.terms, None
         model, first = self._model(), self._first()
         if first is not None:
-            self.rows = first.rows or 0
+            self.rows, self.size = first.rows or 0, first.size
             attributes, plain = {} if model is None else vars(model), first.call
             if first.rows is not None and attributes.get("forward") is first:
                 attributes["forward"] = plain
@@ -65,27 +78,129 @@ def restore_forwards(first: list[FirstRows]) -> None:
         first_rows.restore_forward()
 
 
+class FirstLoss:
+    """A backward listener until the first synchronised backward, whose loss it records."""
+
+    def __init__(self) -> None:
+        self.terms: list[list[Any]] = []
+        add_backward_listener(self)
+
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Record the factors of the loss, whose graph the backward frees, and run the backward."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+        self.terms = _terms(roots[0].grad_fn) if len(roots) == 1 and not roots[0].dim() else []
+        run(tensors, *args, **kwargs)
+
+    def after_nested_pass(self) -> None:
+        """Do nothing: a nested pass is a part of the loss."""
+
+
+def _terms(node: Any, depth: int = 0) -> list[list[Any]]:
+    """Return the factors of each term of a loss down to its reduction; of no term if one is unknown.
+
+    Args:
+        node: The node of the graph that computed the loss.
+        depth: The number of nodes above it.
+    """
+    kind, nodes = type(node).__name__, [] if node is None else [each for each, _ in node.next_functions]
+    if kind in _REDUCTIONS:
+        return [[_REDUCTIONS[kind](node)]]
+    if depth > _MAX_DEPTH or not nodes:
+        return []
+    if kind in ("AddBackward0", "SubBackward0"):
+        found = [_terms(each, depth + 1) for each in nodes if each is not None]
+        return [term for terms in found for term in terms] if all(found) else []
+    factors: list[Any] = []
+    if kind in ("MulBackward0", "DivBackward0"):
+        factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
+        by_number = factor is not None and factor.numel() == 1 and None in nodes
+        if not by_number or (kind == "DivBackward0" and nodes[0] is None):
+            return []
+        factors = [factor.detach() if kind == "MulBackward0" else 1 / factor.detach()]
+    elif kind not in _SAME:
+        return []
+    inner = next((each for each in nodes if each is not None), None)
+    return [[*factors, *term] for term in _terms(inner, depth + 1)]
+
+
+def _of_labels(node: Any) -> Any:
+    """Return the weight of a label in a loss that divides by the sum of the weights of its labels."""
+    return 1 / saved(node, "total_weight") if saved(node, "reduction") == 1 else 1.0
+
+
+def _of_elements(node: Any) -> float:
+    """Return the weight of an element in a loss that divides by the number of elements."""
+    return 1 / max(saved(node, "self").numel(), 1) if saved(node, "reduction") == 1 else 1.0
+
+
+_MAX_DEPTH = 32
+_SAME = {"NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"}
+"""Nodes that change no weight."""
+_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "MeanBackward0": lambda node: 1 / max(saved(node, "self_sym_numel"), 1),
+    "SumBackward0": lambda node: 1.0,
+    "NllLossBackward0": _of_labels,
+    "NllLoss2DBackward0": _of_labels,
+    "MseLossBackward0": _of_elements,
+    "SmoothL1LossBackward0": _of_elements,
+    "HuberLossBackward0": _of_elements,
+    "BinaryCrossEntropyBackward0": _of_elements,
+    "BinaryCrossEntropyWithLogitsBackward0": _of_elements,
+}
+"""Nodes of torch that reduce losses of items to one number, to the weight of an item."""
+
+
+def _number(factor: Any) -> float:
+    value = float(factor)
+    return value if math.isfinite(value) else 0.0
+
+
 def compare_rows(first: list[FirstRows], strategy: Any) -> None:
-    """Compare the rows of all models over ranks, and warn if they differ. All ranks must call this.
+    """Compare the rows of all models, and the weight of an item in the first loss, over ranks, and warn if
+    they differ. All ranks must call this.
 
     Called after the second synchronised backward or later. By then a call of `normalize_gradients`, which
     makes the comparison unnecessary, has happened.
     """
-    local = [first_rows.rows for first_rows in first]
-    for rows in zip(*strategy.all_gather_object(local, label="replica check of rows"), strict=True):
+    weight = sum([math.prod([_number(factor) for factor in term]) for term in first[0].terms])
+    local = weight, next((each.size for each in first if each.size), 0), [each.rows for each in first]
+    gathered = strategy.all_gather_object(local, label="replica check of rows")
+    weights, sizes, by_rank = zip(*gathered, strict=True)
+    unequal = [rows for rows in zip(*by_rank, strict=True) if len(set(rows)) > 1 and all(rows)]
+    for rows in unequal:
         _warn_of_unequal([*rows])
+    # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal.
+    of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
+    if not unequal and all(weights) and _differ(weights) and _differ(of_rows):
+        _warn_of_weights([*weights])
+
+
+def _differ(numbers: Sequence[float]) -> bool:
+    return not all([math.isclose(numbers[0], each, rel_tol=1e-4) for each in numbers])
+
+
+def _warn_of_weights(weights: list[float]) -> None:
+    """Warn of a loss that divides by numbers that differ between ranks."""
+    counts = ", ".join([f"{1 / weight:g} on rank {rank}" for rank, weight in enumerate(weights)])
+    rank_zero_warn(
+        f"The loss of the first backward divides by {counts}, as a mean over the tokens or labels of each "
+        "rank does (ignore_index, a mask, class weights). Gradients are averaged over ranks, so an item has "
+        "more weight where there are fewer. Sum the losses of items, for example by "
+        'cross_entropy(..., reduction="sum"), and write fabric.normalize_gradients(model, num_items) before '
+        "each step; or divide by a number of all ranks.",
+        category=RanksDifferWarning,
+    )
 
 
 def _warn_of_unequal(rows: list[int]) -> None:
-    """Warn if ranks had unequal numbers of rows; `rows`: in rank order, 0 if unknown."""
-    if len(set(rows)) > 1 and all(rows):
-        counts = ", ".join([f"{count} on rank {rank}" for rank, count in enumerate(rows)])
-        rank_zero_warn(
-            f"Ranks were given unequal numbers of rows: {counts}. Gradients are averaged over ranks, so a "
-            "row of a smaller batch has more weight. Shard with fabric.setup_dataloaders(loader); or sum the "
-            "losses of rows, and write fabric.normalize_gradients(model, num_rows) before each step.",
-            category=RanksDifferWarning,
-        )
+    """Warn that ranks had unequal numbers of rows; `rows`: in rank order."""
+    counts = ", ".join([f"{count} on rank {rank}" for rank, count in enumerate(rows)])
+    rank_zero_warn(
+        f"Ranks were given unequal numbers of rows: {counts}. Gradients are averaged over ranks, so a "
+        "row of a smaller batch has more weight. Shard with fabric.setup_dataloaders(loader); or sum the "
+        "losses of rows, and write fabric.normalize_gradients(model, num_rows) before each step.",
+        category=RanksDifferWarning,
+    )
 
 
 def warn_of_last_batch(rows: int, strategy: Any) -> None:

@@ -240,7 +240,12 @@ def test_numpy_is_not_needed(monkeypatch):
 def test_loaded_tensors_own_their_memory_but_those_on_the_way_into_a_module_are_not_copied():
     weight, extra = torch.ones(2), torch.ones(2)
     assert from_portable([weight])[0].data_ptr() != weight.data_ptr()
-    entries = module_entries({"weight": weight, "part._extra_state": extra, "x_extra_state": {"p": extra}})
+    module = torch.nn.Linear(1, 2, bias=False)
+    module.part = torch.nn.Identity()
+    saved = {"weight": weight, "gone.weight": extra}
+    saved |= {"part._extra_state": extra, "x_extra_state": {"p": extra}}
+    entries = module_entries(saved, module)
     assert entries["weight"] is weight
+    assert entries["gone.weight"] is extra
     assert entries["part._extra_state"].data_ptr() != extra.data_ptr()
     assert entries["x_extra_state"]["p"].data_ptr() != extra.data_ptr()

@@ -178,6 +178,32 @@ def test_a_model_loaded_before_setup_keeps_its_weights(ranks, tmp_path):
     ranks.run(load_before_setup, tmp_path, world_size=2)
 
 
+class Kept(nn.Module):
+    """Keeps the tensor that it loads, as metrics of torchmetrics do."""
+
+    total = torch.zeros(())
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "total"] = self.total
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.total = state_dict.pop(prefix + "total")
+
+
+def load_what_is_kept(folder):
+    fabric = launched("zero3")
+    saved, loaded = Kept(), Kept()
+    saved.total = torch.tensor(3.0)
+    fabric.save(folder / "kept", {"metric": saved, "model": trained(fabric)[0]})
+    fabric.load(folder / "kept", {"metric": loaded})
+    assert type(loaded.total) is torch.Tensor
+    assert loaded.total + 1 == 4  # the file is closed
+
+
+def test_a_module_may_keep_the_tensors_that_it_loads(ranks, tmp_path):
+    ranks.run(load_what_is_kept, tmp_path, world_size=2)
+
+
 def tied_on_the_last_stage(folder, wait):
     fabric = launched("pipeline")
     torch.manual_seed(0)

@@ -414,6 +414,20 @@ def test_a_worker_may_take_itself_for_the_only_process() -> None:
         worker._worker_info = before
 
 
+def test_saved_of_loss():
+    """Without it, means over unequal numbers of tokens are not warned of."""
+    logits = torch.zeros(2, 3, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor([1, -100]))
+    node = loss.grad_fn
+    assert type(node).__name__ == "NllLossBackward0"
+    assert (loaders.saved(node, "total_weight"), loaders.saved(node, "reduction")) == (1.0, 1)
+    assert loaders.saved(logits.mean().grad_fn, "self_sym_numel") == 6
+    node = (logits.sum() / 4).grad_fn
+    assert type(node).__name__ == "DivBackward0"
+    assert loaders.saved(node, "other") == 4
+    assert loaders.saved(node, "nothing") is None
+
+
 def _in_a_group(call: Callable[[], None], tmp_path: Path) -> None:
     """In a process of its own, the only rank of a group."""
     torch.multiprocessing.spawn(_as_rank, (str(tmp_path / "store"), call))

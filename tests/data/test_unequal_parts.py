@@ -117,3 +117,69 @@ def counted(steps):
 
 def test_a_loop_sends_one_message_in_all(ranks):
     assert ranks.run(counted, 4, world_size=2) == [[0, 1, 0, 0]] * 2
+
+
+# Items of a loss: tokens, labels
+
+
+def with_labels(how):
+    """What a rank warns of in a loop with equal rows and unequal numbers of labels."""
+    fabric = launched()
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(m := nn.Linear(4, 3), torch.optim.SGD(m.parameters(), lr=0.1))
+    x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
+    y[::2, 2:] = -100
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, y), 8 // fabric.world_size))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                out, kept = model(x), y != -100
+                losses = nn.functional.cross_entropy(out.mT, y, reduction="none")
+                fabric.backward(LOSSES[how](fabric, out, y, losses, kept))
+                if how == "normalised":
+                    fabric.normalize_gradients(model, kept.sum())
+                optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+def mean(out, y):
+    return nn.functional.cross_entropy(out.mT, y)
+
+
+def everywhere(fabric, kept):
+    return fabric.all_reduce(kept.sum(), reduce_op="sum") / fabric.world_size
+
+
+LOSSES = {
+    "ignore_index": lambda fabric, out, y, losses, kept: mean(out, y),
+    "flat": lambda fabric, out, y, losses, kept: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+    "scaled": lambda fabric, out, y, losses, kept: 0.5 * mean(out, y) / 4 + 0.1 * out.square().mean(),
+    "mask": lambda fabric, out, y, losses, kept: (losses * kept).sum() / kept.sum(),
+    "selected": lambda fabric, out, y, losses, kept: losses[kept].mean(),
+    "mean": lambda fabric, out, y, losses, kept: losses.mean(),
+    "normalised": lambda fabric, out, y, losses, kept: losses.sum(),
+    "of all ranks": lambda fabric, out, y, losses, kept: (losses * kept).sum() / everywhere(fabric, kept),
+    "weighted mean": lambda fabric, out, y, losses, kept: (
+        mean(out, y) * kept.sum() / everywhere(fabric, kept)
+    ),
+    "mixed": lambda fabric, out, y, losses, kept: (
+        losses.mean() * (0.1 + fabric.global_rank) + losses.mean() * (0.9 - fabric.global_rank)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["ignore_index", "flat", "scaled", "mask", "selected"])
+def test_a_mean_over_unequal_numbers_of_labels_is_said_once(ranks, how):
+    (told,), others = ranks.run(with_labels, how, world_size=2)
+    assert told.startswith("The loss of the first backward divides by ")
+    if how != "scaled":
+        assert "divides by 8 on rank 0, 24 on rank 1, as a mean over the tokens or labels" in told
+    assert "write fabric.normalize_gradients(model, num_items) before each step" in told
+    assert others == []
+
+
+@pytest.mark.parametrize("how", ["mean", "normalised", "of all ranks", "weighted mean", "mixed"])
+def test_losses_whose_labels_count_alike_are_not_warned_of(ranks, how):
+    assert ranks.run(with_labels, how, world_size=2) == [[], []]

@@ -4,6 +4,9 @@ Rank r's loss L_r is over its own rows, against what came from everybody. DDP av
 verbs sum gradients over ranks on their way back: what each test's joined loss must be is the mean of the L_r.
 """
 
+import re
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
+from fabric.utilities.warnings import RanksDifferWarning
 
 EVEN, UNEVEN = [4, 4, 4], [5, 2, 3]
 WORLDS = pytest.mark.parametrize("world_size", [2, 3])
@@ -242,3 +246,53 @@ def statistics_of_the_batch() -> None:
 @WORLDS
 def test_batch_statistics_over_ranks(ranks, world_size):
     ranks.run(statistics_of_the_batch, world_size=world_size)
+
+
+def through_a_reduction_in_place(op: str, sync_grads: bool, what: str) -> tuple[list[str], bool]:
+    """The warnings of a backward through a matrix, or of the loss itself; and whether gradients are right."""
+    fabric = start()
+    world, rank = fabric.world_size, fabric.global_rank
+    model, plain = fabric.setup(net()), net()
+    x = rows(world).flatten(0, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = model(x[rank::world])
+        if what == "matrix":
+            moments = fabric.all_reduce(out.T @ out, reduce_op=op, sync_grads=sync_grads)
+            fabric.backward(moments.square().sum())
+        elif what == "loss":
+            loss = out.square().mean()
+            fabric.all_reduce(loss, reduce_op=op)  # for the log
+            fabric.backward(loss)
+        elif what == "detached":
+            fabric.all_reduce(out.detach().clone(), reduce_op=op)
+            fabric.backward(out.square().mean())
+    out = plain(x)
+    scale = world if op == "mean" else 1
+    ((out.T @ out) / scale).square().sum().backward() if what == "matrix" else out.square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    right = all([torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs])
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning], right
+
+
+@WORLDS
+def test_a_gradient_through_a_sum_in_place_is_warned_of(ranks, world_size):
+    ((told, *_), right), *others = ranks.run(
+        through_a_reduction_in_place, "sum", False, "matrix", world_size=world_size
+    )
+    assert not right
+    assert re.fullmatch(
+        r"A gradient passed through all_reduce\(sum\) \(.*test_contrastive.py:\d+\), which is not "
+        r"differentiable: each rank gets that of its own part, not that of the result. Write sync_grads=True "
+        r"in this call, or reduce x.detach\(\) if no gradient is needed.",
+        told,
+    )
+    assert others == [([], False)] * (world_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "sync_grads", "what"),
+    [("sum", True, "matrix"), ("mean", False, "matrix"), ("sum", False, "loss"), ("max", False, "detached")],
+)
+def test_right_gradients_beside_a_reduction_are_not_warned_of(ranks, op, sync_grads, what):
+    assert ranks.run(through_a_reduction_in_place, op, sync_grads, what, world_size=2) == [([], True)] * 2
