@@ -220,7 +220,8 @@ def _merged(pieces: list[StateSlice], rank_states: list[RankStates], channel: Ch
         if rule not in _REDUCE_OPS or not kinds <= {torch.Tensor, OnOtherRank}:
             others.append(piece)
             continue
-        joined.check_shapes(piece)
+        if len({value.shape for value in piece.by_rank.values()}) > 1:
+            joined.check_shapes(piece)
         if OnOtherRank in kinds:
             large.setdefault(rule, []).append(piece)
         else:
