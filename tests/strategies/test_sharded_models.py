@@ -694,6 +694,10 @@ def refused(case: str) -> None:
         model.head.weight.register_hook(lambda grad: grad * 0.5)
         with pytest.raises(UsageError, match=r"head\.weight has a hook on its gradient"):
             fabric.setup(model)
+    elif case == "sparse":
+        model.words = nn.Embedding(3, 2, sparse=True)
+        with pytest.raises(UsageError, match=r"words has sparse=True, .* Write sparse=False, or strategy="):
+            fabric.setup(model)
     elif case == "scalar":
         model.temperature = nn.Parameter(torch.tensor(1.0))
         with pytest.raises(ValueError, match=r"scalar parameters. Change temperature to a 1D tensor"):
@@ -715,7 +719,9 @@ def refused(case: str) -> None:
             (clip if fabric.is_global_zero else fabric.barrier)()
 
 
-@pytest.mark.parametrize("case", ["hook", "scalar", "LBFGS", "functional_call", "clip on rank zero"])
+@pytest.mark.parametrize(
+    "case", ["hook", "sparse", "scalar", "LBFGS", "functional_call", "clip on rank zero"]
+)
 def test_what_would_go_wrong_silently_is_refused(ranks, case):
     ranks.run(refused, case, world_size=2)
 

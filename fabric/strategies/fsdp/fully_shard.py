@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Embedding, EmbeddingBag, Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.collectives.frames import call_of
@@ -153,6 +153,13 @@ class FullyShard(FSDP2Runtime):
         return [block for block in chosen if block not in theirs]
 
     def _check_parameters(self, module: Module) -> None:
+        for name, part in module.named_modules():
+            weight = part.weight if isinstance(part, Embedding | EmbeddingBag) and part.sparse else None
+            if weight is not None and weight.requires_grad and weight not in self.settings.ignored:
+                raise UsageError(
+                    f"{name or type(part).__name__} has sparse=True, and a sharded model cannot reduce sparse "
+                    f'gradients. Write sparse=False, or strategy="ddp" or "zero1".'
+                )
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored or is_dtensor(parameter):
                 continue
