@@ -157,8 +157,8 @@ class FullyShard(FSDP2Runtime):
             weight = part.weight if isinstance(part, Embedding | EmbeddingBag) and part.sparse else None
             if weight is not None and weight.requires_grad and weight not in self.settings.ignored:
                 raise UsageError(
-                    f"{name or type(part).__name__} has sparse=True, and a sharded model cannot reduce sparse "
-                    f'gradients. Write sparse=False, or strategy="ddp" or "zero1".'
+                    f"{name or type(part).__name__} has sparse=True, and a sharded model cannot reduce "
+                    'sparse gradients. Write sparse=False, or strategy="ddp" or "zero1".'
                 )
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored or is_dtensor(parameter):
