@@ -2,6 +2,7 @@
 
 Each model is set up by its own call with its own optimizer. The discriminator's step runs two forwards and
 two backwards before one `step()`; gradients are synchronised in both, since `fabric.backward` arms the sync.
+A test compares its numbers with the same loop in plain torch, on 1, 2 and 4 processes.
 
     python examples/gan.py --devices 2
 """
@@ -55,8 +56,10 @@ def train(fabric, args):
     generator, optimizer_g = fabric.setup(generator, optimizer_g)
     discriminator, optimizer_d = fabric.setup(discriminator, optimizer_d)
 
+    order = torch.Generator().manual_seed(args.seed)  # of the shuffle: the noise has torch's own generator
     per_rank = args.batch_size // fabric.world_size
-    loader = DataLoader(TensorDataset(images), batch_size=per_rank, shuffle=True, drop_last=True)
+    data = TensorDataset(images)
+    loader = DataLoader(data, batch_size=per_rank, shuffle=True, drop_last=True, generator=order)
     loader = fabric.setup_dataloaders(loader)
 
     def noise(count):

@@ -15,7 +15,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 from pages import sides_of_readme
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
 
 from fabric.strategies import STRATEGY_REGISTRY
 
@@ -261,3 +264,55 @@ def test_both_sides_of_the_readme_diff_print_the_number_that_it_shows(sign, devi
     script.write_text(sides_of_readme()[sign].replace("devices=2", f"devices={devices}"))
     done = run(PYTHON, str(script))
     assert (done.stdout, done.stderr) == (f"{said}\n", "")
+
+
+class InDouble(torch.nn.Module):
+    """A model in double precision for callers in single precision: `precision="64-true"`."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.double()).float()
+
+
+def gan_in_plain_torch(epochs: int) -> str:
+    """The loop of examples/gan.py for one process, with the models of the example; its results line."""
+    gan = runpy.run_path(str(EXAMPLES / "gan.py"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
+        generator, critic = InDouble(gan["make_generator"]()), InDouble(gan["make_discriminator"]())
+        optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+        optimizer_c = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
+        order = torch.Generator().manual_seed(0)
+        loader = DataLoader(TensorDataset(images), 64, shuffle=True, drop_last=True, generator=order)
+        judged = gan["judged"]
+        for _ in range(epochs):
+            losses = torch.zeros(2)
+            for (real,) in loader:
+                fake = generator(torch.randn(len(real), gan["NOISE"]))
+                optimizer_c.zero_grad()
+                loss_c = judged(critic(real), real=True) + judged(critic(fake.detach()), real=False)
+                loss_c.backward()
+                optimizer_c.step()
+                optimizer_g.zero_grad()
+                loss_g = judged(critic(fake), real=True)
+                loss_g.backward()
+                optimizer_g.step()
+                losses += torch.stack([loss_c.detach(), loss_g.detach()]) / len(loader)
+        fixed = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            made = generator(torch.randn(512, gan["NOISE"], generator=fixed))
+        distance = (made.mean(0) - images.mean(0)).square().mean().sqrt().item()
+    loss_c, loss_g = losses.tolist()
+    said = f"discriminator loss {loss_c:.5f}, generator loss {loss_g:.5f}"
+    return f"{said}, distance of the mean images {distance:.5f}"
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_gan_prints_the_numbers_of_the_same_loop_in_plain_torch(example, devices):
+    """To the last digit."""
+    done = example("gan", "--epochs", "10", "--report-every", "10", devices=devices)
+    assert done.stdout.splitlines()[-1] == f"gan: {devices} process(es), {gan_in_plain_torch(10)}"

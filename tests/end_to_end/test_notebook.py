@@ -357,6 +357,10 @@ def test_the_notebook_is_interrupted_and_goes_on(in_notebook):
         equal = "[f'{loss:.4f}' for loss in raw_losses] == [f'{loss:.4f}' for loss in losses]"
         close = await notebook.run(f"{equal}, losses[-1] < losses[0]")
         assert close.result == "(True, True)"
+        for devices in (1, 4):
+            again = launch.replace("devices=2", f"devices={devices}").replace('"run"', f'"run{devices}"')
+            assert (await notebook.run(again)).error is None
+            assert (await notebook.run(equal)).result == "True"
         drawn = await notebook.run(plot)
         assert drawn.error is None, drawn.trace
         if find_spec("matplotlib"):

@@ -128,24 +128,46 @@ def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
 
 OTHERS = re.compile(r"^.from (accelerate|fairscale|lightning)\b|^.import (deepspeed)\b", re.MULTILINE)
 """Packages of left sides: tests/integrations has these diffs, with the packages."""
-DIFFS = [(block, 2) for block in of("diff") if not OTHERS.search(block.code) and block.page != "README.md"]
+DIFFS = [
+    (block, count)
+    for block in of("diff")
+    if not OTHERS.search(block.code) and block.page != "README.md"
+    for count in (1, 2, 4)
+]
 """Both programs of the README: test_examples, which compares with the number that is shown."""
-DIFFS += [(block, count) for block, _ in DIFFS for count in (1, 4)]
+
+
+def shown_after(block) -> list[float]:
+    """The numbers of the output that a page shows directly below a diff."""
+    lines = (Path(__file__).parents[2] / block.page).read_text().splitlines()
+    begin = block.line - 1 + len(block.code.splitlines())
+    below = "\n".join(lines[begin + 1 :])
+    output = re.match(r"\n[^`\n]+:\n\n```text\n(.*?)^```$", below, re.DOTALL | re.MULTILINE)
+    return [float(number) for number in re.findall(r"\d+\.\d+", output[1])] if output else []
 
 
 @pytest.mark.parametrize(("block", "processes"), DIFFS, ids=[f"{label(one)}-{count}" for one, count in DIFFS])
 def test_both_sides_of_a_diff_print_the_same_numbers(block, processes, tmp_path, warm):
-    """Each side is a program, as it is shown; to the last digit.
+    """Each side is a program, as it is shown; to the last digit. So does the output below the diff.
 
-    On 2 processes they are started as a user does; ranks of other numbers are forked.
+    Programs of two lives are started as a user does on 2 processes; their ranks of other numbers are forked.
     """
-    python = None if processes == 2 else warm
+    lives = "epochs = 4" in block.code
+    python = warm if lives and processes != 2 else None
     left, right = [
         lives_of(program, tmp_path / side, processes, python)
         for side, program in zip(("left", "right"), sides(block.code).values(), strict=True)
     ]
-    assert len(left) == 4
+    assert len(left) == (4 if lives else 1)
     assert left == right
+    assert right == (shown_after(block) or right)
+
+
+def test_the_output_below_a_diff_is_found():
+    assert [block.page for block in of("diff") if shown_after(block)] == [
+        "docs/how-to/several-models.md",
+        "docs/migrate/fairscale.md",
+    ]
 
 
 def test_diffs_with_other_packages_are_tested_with_them():

@@ -1,4 +1,4 @@
-"""The diff of the page on migrating: a loop with Lightning Fabric, its import replaced, and with Fabric."""
+"""The diff of the page on migrating: Lightning Fabric, the same with its import replaced, and Fabric."""
 
 from __future__ import annotations
 
