@@ -29,7 +29,7 @@ from fabric.checks import (
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.core.slices import use_slice
-from fabric.launch.parent_death import LAUNCHED
+from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
@@ -96,6 +96,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         replica_check: bool | int | None = None,
         report: PathLike | None = None,
     ) -> None:
+        report_to_supervisor()  # errors of the arguments, too
         plan = resolve(
             Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.detect()
         )

@@ -35,10 +35,30 @@ _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3
 _POLL_INTERVAL_S = 0.5
 _attached = False
+_link: connection.Connection[Any, Any] | None = None
+"""To the supervisor that started this rank."""
+
+
+def report_to_supervisor() -> None:
+    """Report a fatal exception of this rank to the supervisor that started it, from now on.
+
+    Does nothing in other processes. Call it from the main thread; a second call does nothing.
+    """
+    global _link
+    parent = os.environ.get(PARENT_PID, "")
+    if _link is not None or not parent.isdigit() or os.getppid() != int(parent):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = int(os.environ.get(REPORT_FD, ""))
+        os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
+        link: connection.Connection[Any, Any] = connection.Connection(descriptor, readable=False)
+        report_exceptions(link)
+        report_exits(lambda status: send_exit(link, status))
+        _link = link
 
 
 def attach_to_supervisor() -> None:
-    """Have this rank killed when its supervisor dies, and report a fatal exception to the supervisor.
+    """Have this rank killed when its supervisor dies, and report to the supervisor that it joined the job.
 
     Does nothing in a process that no supervisor of Fabric started, nor in a subprocess of a rank. Call it
     from the main thread; a second call does nothing.
@@ -50,13 +70,10 @@ def attach_to_supervisor() -> None:
     if os.getppid() == int(parent):
         _attached = True
         die_with_parent(int(parent))
-        with contextlib.suppress(OSError, ValueError):
-            descriptor = int(os.environ.get(REPORT_FD, ""))
-            os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
-            link: connection.Connection[Any, Any] = connection.Connection(descriptor, readable=False)
-            link.send_bytes(pickle.dumps(None))  # message: this rank has joined the job
-            report_exceptions(link)
-            report_exits(lambda status: send_exit(link, status))
+        report_to_supervisor()
+        if _link is not None:
+            with contextlib.suppress(OSError):
+                _link.send_bytes(pickle.dumps(None))  # message: this rank has joined the job
         return
     try:
         os.kill(int(parent), 0)

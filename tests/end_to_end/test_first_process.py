@@ -174,6 +174,17 @@ def test_a_rank_that_ends_well_before_launch_ends_the_others(tmp_path, way):
     assert re.fullmatch(f"fabric: {line}; rank 0 stopped because of it", last)
 
 
+def test_the_last_line_names_an_error_of_the_arguments_in_a_rank(tmp_path):
+    """Ranks raise it before they have joined the job."""
+    path = tmp_path / "train.py"
+    path.write_text("from fabric import Fabric\nFabric(accelerator='cpu', devices=2)\n")
+    last = run("-m", "fabric", "run", "--devices", "3", path, code=1).stderr.splitlines()[-1]
+    cause = (
+        r"ConfigurationError: Fabric\(devices=2\) contradicts devices='3' from `fabric run` .* \(train.py:2\)"
+    )
+    assert re.match(rf"fabric: rank \d on \S+ failed first: {cause}", last)
+
+
 @pytest.mark.parametrize("way", ["", "-m fabric run --devices 2"], ids=["script", "cli"])
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_standard_descriptor_that_is_closed(tmp_path, way, closed):
