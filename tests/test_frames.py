@@ -88,12 +88,13 @@ def test_forward_under_no_grad_and_eval_is_free_too(verb):
         assert frames(model, X) == ([], 0)
 
 
-@pytest.mark.parametrize(("precision", "calls"), [("32-true", 3), ("bf16-mixed", 3), ("bf16-true", 3)])
-def test_backward(precision, calls):
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_backward(precision):
     fabric, _, _, loss = ready(precision)
     names, deepest = frames(fabric.backward, loss)
-    assert len(names) <= calls, names
-    assert deepest <= 3
+    # `backward`, one that keeps torch.compile out, and with listeners two: of backwards, and of autograd.grad.
+    assert len(names) <= 4, names
+    assert deepest <= 4
 
 
 @pytest.mark.parametrize(

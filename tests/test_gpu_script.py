@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 FILES = [
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),
-    *[ROOT / "tests" / name for name in ("conftest.py", "machine.py")],
+    *[ROOT / "tests" / name for name in ("conftest.py", "machine.py", "warm.py")],
     *[ROOT / "benchmarks" / name for name in ("gpu.py", "harness.py")],
 ]
-ALLOWED = {"torch", "pytest", "fabric", "accelerated", "machine", "harness"}
+ALLOWED = {"torch", "pytest", "fabric", "accelerated", "machine", "harness", "warm"}
 OPTIONAL = {"sim", "torchao"}  # behind a check that they are there
 
 

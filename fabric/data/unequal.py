@@ -87,8 +87,9 @@ class FirstLoss:
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
-        self.terms = _terms(roots[0].grad_fn) if len(roots) == 1 and not roots[0].dim() else []
+        roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
+        is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
+        self.terms = _terms(roots[0].grad_fn) if is_loss else []
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
@@ -163,15 +164,18 @@ def compare_rows(first: list[FirstRows], strategy: Any) -> None:
     makes the comparison unnecessary, has happened.
     """
     weight = sum([math.prod([_number(factor) for factor in term]) for term in first[0].terms])
-    local = weight, next((each.size for each in first if each.size), 0), [each.rows for each in first]
+    size = next((each.size for each in first if each.size), 0)
+    local = len(first[0].terms), weight, size, [each.rows for each in first]
     gathered = strategy.all_gather_object(local, label="replica check of rows")
-    weights, sizes, by_rank = zip(*gathered, strict=True)
+    terms, weights, sizes, by_rank = zip(*gathered, strict=True)
     unequal = [rows for rows in zip(*by_rank, strict=True) if len(set(rows)) > 1 and all(rows)]
     for rows in unequal:
         _warn_of_unequal([*rows])
     # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal.
     of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
-    if not unequal and all(weights) and _differ(weights) and _differ(of_rows):
+    # A rank with a term of its own has another loss.
+    comparable = all(weights) and len({*terms}) == 1
+    if not unequal and comparable and _differ(weights) and _differ(of_rows):
         _warn_of_weights([*weights])
 
 
