@@ -92,7 +92,7 @@ def test_forward_under_no_grad_and_eval_is_free_too(verb):
 def test_backward(precision):
     fabric, _, _, loss = ready(precision)
     names, deepest = frames(fabric.backward, loss)
-    # `backward`, one that keeps torch.compile out, and with listeners two: of backwards, and of autograd.grad.
+    # `backward`, one that keeps torch.compile out, and with listeners two: of backwards, of autograd.grad.
     assert len(names) <= 4, names
     assert deepest <= 4
 
