@@ -109,8 +109,12 @@ def _terms(node: Any, depth: int = 0) -> list[list[Any]]:
     if depth > _MAX_DEPTH or not nodes:
         return []
     if kind in ("AddBackward0", "SubBackward0"):
-        found = [_terms(each, depth + 1) for each in nodes if each is not None]
-        return [term for terms in found for term in terms] if all(found) else []
+        found: list[list[Any]] = []
+        for each in [each for each in nodes if each is not None]:
+            if not (terms := _terms(each, depth + 1)):
+                return []
+            found += terms
+        return found
     factors: list[Any] = []
     if kind in ("MulBackward0", "DivBackward0"):
         factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
@@ -134,7 +138,8 @@ def _of_elements(node: Any) -> float:
     return 1 / max(saved(node, "self").numel(), 1) if saved(node, "reduction") == 1 else 1.0
 
 
-_MAX_DEPTH = 32
+_MAX_DEPTH = 16
+"""Where both terms of each sum contain the sum before, terms double with each node."""
 _SAME = {"NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"}
 """Nodes that change no weight."""
 _REDUCTIONS: dict[str, Callable[[Any], Any]] = {

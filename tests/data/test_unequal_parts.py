@@ -10,6 +10,7 @@ from data_cases import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabric.data import unequal
 from fabric.strategies import DDPStrategy
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -183,3 +184,11 @@ def test_a_mean_over_unequal_numbers_of_labels_is_said_once(ranks, how):
 @pytest.mark.parametrize("how", ["mean", "normalised", "of all ranks", "weighted mean", "mixed"])
 def test_losses_whose_labels_count_alike_are_not_warned_of(ranks, how):
     assert ranks.run(with_labels, how, world_size=2) == [[], []]
+
+
+def test_a_recurrence_of_numbers_is_not_followed_to_its_end():
+    """Each of its sums has the one before twice: 2 ** 60 terms."""
+    loss = torch.ones(3, requires_grad=True).mean()
+    for _ in range(60):
+        loss = loss + 0.1 * loss
+    assert unequal._terms(loss.grad_fn) == []

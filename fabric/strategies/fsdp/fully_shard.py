@@ -234,7 +234,8 @@ class FullyShard(FSDP2Runtime):
                 ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
             )
         except RuntimeError as error:
-            raise _explained(error, block) from error
+            _explain(error, block)
+            raise
         # An optimizer that was created before setup has references to them until all blocks are sharded.
         for parameter, values in on_host:
             parameter.data = values
@@ -307,18 +308,17 @@ def _own_modules(block: Module) -> Iterator[Module]:
             yield from _own_modules(child)
 
 
-def _explained(error: RuntimeError, block: Module) -> Exception:
-    """Return the error of `fully_shard`, or a better one."""
+def _explain(error: RuntimeError, block: Module) -> None:
+    """Raise ConfigurationError if `fully_shard` failed because this torch cannot shard integers."""
     integers = [
         name for name, p in block.named_parameters() if not p.is_floating_point() and not p.is_complex()
     ]
-    if not integers or "floating point" not in str(error):
-        return error
-    return ConfigurationError(
-        f"{type(block).__name__} has parameters of integers ({', '.join(integers)}), which torch "
-        f"{torch.__version__} cannot shard. Use torch 2.13 or newer, or make them buffers: "
-        "module.register_buffer(name, tensor)."
-    )
+    if integers and "floating point" in str(error):
+        raise ConfigurationError(
+            f"{type(block).__name__} has parameters of integers ({', '.join(integers)}), which torch "
+            f"{torch.__version__} cannot shard. Use torch 2.13 or newer, or make them buffers: "
+            "module.register_buffer(name, tensor)."
+        ) from error
 
 
 def _offload_policy(offload: bool, device: torch.device) -> Any:
