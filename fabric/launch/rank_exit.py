@@ -150,6 +150,10 @@ def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -
     return cause._replace(rank=min(finished), reason=reason)
 
 
+_SIGNAL_CAUSES = {
+    "SIGABRT": "native code aborted; gloo does this when ranks send different sizes: other layers, other shapes",
+    "SIGKILL": "by a user, a scheduler, or by Linux when memory ran out: see dmesg",
+}
 UNKNOWN_EXIT = -255
 """The return code of a process that ended without its exit hook and is no child of this one."""
 
@@ -164,7 +168,8 @@ def from_returncode(rank: int, returncode: int, when: float) -> RankExit:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    return RankExit(when, f"killed by {name}", code=128 - returncode, rank=rank)
+    cause = f" ({_SIGNAL_CAUSES[name]})" if name in _SIGNAL_CAUSES else ""
+    return RankExit(when, f"killed by {name}{cause}", code=128 - returncode, rank=rank)
 
 
 def exit_reason(status: Any) -> tuple[int, str]:

@@ -23,8 +23,8 @@ FUNCTIONS = ["spawn", "fork", "forkserver"]
 REASONS = {
     "raise": (r"ValueError: boom \(faults\.py:\d+\)", 1),
     "exit": ("exit code 3", 3),
-    "abort": ("killed by SIGABRT", 134),
-    "kill": ("killed by SIGKILL", 137),
+    "abort": (r"killed by SIGABRT \(native code aborted; gloo .*?\)", 134),
+    "kill": (r"killed by SIGKILL \(by a user, .*?\)", 137),
 }
 CELLS = [
     ("script", 0, "raise", "compute"),

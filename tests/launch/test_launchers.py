@@ -78,7 +78,10 @@ def test_a_consequence_is_not_the_cause_however_early():
 
 
 def test_return_codes():
-    assert from_returncode(1, -9, 0.0) == failed(1, 0.0, "killed by SIGKILL", 137)
+    oom = "killed by SIGKILL (by a user, a scheduler, or by Linux when memory ran out: see dmesg)"
+    assert from_returncode(1, -9, 0.0) == failed(1, 0.0, oom, 137)
+    assert "SIGABRT (native code aborted; gloo does this when" in from_returncode(1, -6, 0.0).reason
+    assert from_returncode(1, -11, 0.0) == failed(1, 0.0, "killed by SIGSEGV", 139)
     assert from_returncode(1, 3, 0.0) == failed(1, 0.0, "exit code 3", 3)
 
 
