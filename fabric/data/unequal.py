@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -57,8 +57,8 @@ class FirstRows:
         self.size = 0
         """As `FirstCall.size`."""
         self.loss: FirstLoss | None = FirstLoss()
-        self.terms: list[list[Any]] = []
-        """The factors of the first loss, see `_terms`."""
+        self.terms: list[Term] = []
+        """The terms of the first loss."""
 
     def restore_forward(self) -> None:
         """Restore the original forward, unless it was compiled: torch would compile the original again."""
@@ -78,11 +78,25 @@ def restore_forwards(first: list[FirstRows]) -> None:
         first_rows.restore_forward()
 
 
+class Term(NamedTuple):
+    """One term of a loss."""
+
+    factors: tuple[Any, ...]
+    """Numbers and tensors of one element. Their product is the weight of an item."""
+    numel: int = 0
+    """Elements that are summed, if each is known to be a loss of its own; 0: a mean, or unknown."""
+
+    def weight(self) -> float:
+        """Return the weight of an item; 0: not finite."""
+        value = math.prod([float(factor) for factor in self.factors])
+        return value if math.isfinite(value) else 0.0
+
+
 class FirstLoss:
     """A backward listener until the first synchronised backward, whose loss it records."""
 
     def __init__(self) -> None:
-        self.terms: list[list[Any]] = []
+        self.terms: list[Term] = []
         add_backward_listener(self)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,8 +110,8 @@ class FirstLoss:
         """Do nothing: a nested pass is a part of the loss."""
 
 
-def _terms(node: Any, depth: int = 0) -> list[list[Any]]:
-    """Return the factors of each term of a loss down to its reduction; of no term if one is unknown.
+def _terms(node: Any, depth: int = 0) -> list[Term]:
+    """Return the terms of a loss, down to the reduction of each; none if one is unknown.
 
     Args:
         node: The node of the graph that computed the loss.
@@ -105,46 +119,59 @@ def _terms(node: Any, depth: int = 0) -> list[list[Any]]:
     """
     kind, nodes = type(node).__name__, [] if node is None else [each for each, _ in node.next_functions]
     if kind in _REDUCTIONS:
-        return [[_REDUCTIONS[kind](node)]]
+        return [_REDUCTIONS[kind](node)]
     if depth > _MAX_DEPTH or not nodes:
         return []
     if kind in ("AddBackward0", "SubBackward0"):
-        found: list[list[Any]] = []
+        found: list[Term] = []
         for each in [each for each in nodes if each is not None]:
             if not (terms := _terms(each, depth + 1)):
                 return []
             found += terms
         return found
-    factors: list[Any] = []
+    factors: tuple[Any, ...] = ()
     if kind in ("MulBackward0", "DivBackward0"):
         factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
         by_number = factor is not None and factor.numel() == 1 and None in nodes
         if not by_number or (kind == "DivBackward0" and nodes[0] is None):
             return []
-        factors = [factor.detach() if kind == "MulBackward0" else 1 / factor.detach()]
+        factors = (factor.detach() if kind == "MulBackward0" else 1 / factor.detach(),)
     elif kind not in _SAME:
         return []
     inner = next((each for each in nodes if each is not None), None)
-    return [[*factors, *term] for term in _terms(inner, depth + 1)]
+    return [term._replace(factors=factors + term.factors) for term in _terms(inner, depth + 1)]
 
 
-def _of_labels(node: Any) -> Any:
-    """Return the weight of a label in a loss that divides by the sum of the weights of its labels."""
-    return 1 / saved(node, "total_weight") if saved(node, "reduction") == 1 else 1.0
+def _of_mean(node: Any) -> Term:
+    return Term((1 / max(saved(node, "self_sym_numel"), 1),))
 
 
-def _of_elements(node: Any) -> float:
-    """Return the weight of an element in a loss that divides by the number of elements."""
-    return 1 / max(saved(node, "self").numel(), 1) if saved(node, "reduction") == 1 else 1.0
+def _of_sum(node: Any) -> Term:
+    """Return a sum, which counts items if the losses of items are known not to be weighted."""
+    inner = node.next_functions[0][0]
+    while type(inner).__name__ in _SAME:
+        inner = inner.next_functions[0][0]
+    known = type(inner).__name__ in _OF_ITEMS
+    return Term((1.0,), math.prod(saved(node, "self_sym_sizes")) if known else 0)
+
+
+def _of_labels(node: Any) -> Term:
+    """Return the term of a loss that divides by the sum of the weights of its labels, or sums."""
+    mean = saved(node, "reduction") == 1
+    return Term((1 / saved(node, "total_weight"),)) if mean else Term((1.0,), saved(node, "target").numel())
+
+
+def _of_elements(node: Any) -> Term:
+    """Return the term of a loss that divides by the number of elements, or sums."""
+    numel = saved(node, "self").numel()
+    return Term((1 / max(numel, 1),)) if saved(node, "reduction") == 1 else Term((1.0,), numel)
 
 
 _MAX_DEPTH = 16
 """Where both terms of each sum contain the sum before, terms double with each node."""
 _SAME = {"NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"}
 """Nodes that change no weight."""
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
-    "MeanBackward0": lambda node: 1 / max(saved(node, "self_sym_numel"), 1),
-    "SumBackward0": lambda node: 1.0,
+_OF_TORCH: dict[str, Callable[[Any], Term]] = {
     "NllLossBackward0": _of_labels,
     "NllLoss2DBackward0": _of_labels,
     "MseLossBackward0": _of_elements,
@@ -153,12 +180,11 @@ _REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "BinaryCrossEntropyBackward0": _of_elements,
     "BinaryCrossEntropyWithLogitsBackward0": _of_elements,
 }
-"""Nodes of torch that reduce losses of items to one number, to the weight of an item."""
-
-
-def _number(factor: Any) -> float:
-    value = float(factor)
-    return value if math.isfinite(value) else 0.0
+"""Nodes of torch's losses."""
+_REDUCTIONS = {**_OF_TORCH, "MeanBackward0": _of_mean, "SumBackward0": _of_sum}
+"""Nodes of torch that reduce losses of items to one number."""
+_OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
+"""Nodes whose elements are losses of items, as a rule: others may multiply them by weights of a mean."""
 
 
 def compare_rows(first: list[FirstRows], strategy: Any) -> None:
@@ -168,11 +194,11 @@ def compare_rows(first: list[FirstRows], strategy: Any) -> None:
     Called after the second synchronised backward or later. By then a call of `normalize_gradients`, which
     makes the comparison unnecessary, has happened.
     """
-    weight = sum([math.prod([_number(factor) for factor in term]) for term in first[0].terms])
+    weight = sum([term.weight() for term in first[0].terms])
     size = next((each.size for each in first if each.size), 0)
-    local = len(first[0].terms), weight, size, [each.rows for each in first]
+    local = len(first[0].terms), weight, size, [each.rows for each in first], _is_sum(first[0].terms, size)
     gathered = strategy.all_gather_object(local, label="replica check of rows")
-    terms, weights, sizes, by_rank = zip(*gathered, strict=True)
+    terms, weights, sizes, by_rank, summed = zip(*gathered, strict=True)
     unequal = [rows for rows in zip(*by_rank, strict=True) if len(set(rows)) > 1 and all(rows)]
     for rows in unequal:
         _warn_of_unequal([*rows])
@@ -182,6 +208,16 @@ def compare_rows(first: list[FirstRows], strategy: Any) -> None:
     comparable = all(weights) and len({*terms}) == 1
     if not unequal and comparable and _differ(weights) and _differ(of_rows):
         _warn_of_weights([*weights])
+    if all(summed):
+        _warn_of_sum(len(summed))
+
+
+def _is_sum(terms: list[Term], rows: int) -> bool:
+    """Whether a loss is a sum over `rows` rows: no term is a mean, and one is known to sum their losses."""
+    weights = [abs(term.weight()) for term in terms]
+    pairs = [*zip(terms, weights, strict=True)] if rows > 1 else []
+    sums = [1 for term, weight in pairs if weight == 1 and term.numel > 0 and term.numel % rows == 0]
+    return bool(sums) and min(weights) > 1 / rows
 
 
 def _differ(numbers: Sequence[float]) -> bool:
@@ -197,6 +233,17 @@ def _warn_of_weights(weights: list[float]) -> None:
         "more weight where there are fewer. Sum the losses of items, for example by "
         'cross_entropy(..., reduction="sum"), and write fabric.normalize_gradients(model, num_items) before '
         "each step; or divide by a number of all ranks.",
+        category=RanksDifferWarning,
+    )
+
+
+def _warn_of_sum(ranks: int) -> None:
+    """Warn of a loss that is a sum over rows."""
+    rank_zero_warn(
+        f"The loss of the first backward is a sum over its items. Gradients are averaged over {ranks} ranks, "
+        f"so they are 1/{ranks} of those of one process with the whole batch. Use a mean; or write "
+        "fabric.normalize_gradients(model, num_items) before each step, also on one process; or multiply the "
+        "loss by fabric.world_size.",
         category=RanksDifferWarning,
     )
 

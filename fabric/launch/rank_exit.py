@@ -151,7 +151,7 @@ def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -
 
 
 _SIGNAL_CAUSES = {
-    "SIGABRT": "native code aborted; gloo does this when ranks send different sizes: other layers, other shapes",
+    "SIGABRT": "native code aborted; gloo does this when ranks send tensors of different sizes",
     "SIGKILL": "by a user, a scheduler, or by Linux when memory ran out: see dmesg",
 }
 UNKNOWN_EXIT = -255

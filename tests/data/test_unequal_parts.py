@@ -1,4 +1,4 @@
-"""Parts of unequal size that ranks were given by hand are warned of once, with the sizes; nothing else is."""
+"""Parts of unequal size, means over unequal numbers of labels and summed losses are warned of once."""
 
 from __future__ import annotations
 
@@ -165,6 +165,13 @@ LOSSES = {
     "weighted mean": lambda fabric, out, y, losses, kept: (
         mean(out, y) * kept.sum() / everywhere(fabric, kept)
     ),
+    "sum": lambda fabric, out, y, losses, kept: losses.sum(),
+    "sum of squares": lambda fabric, out, y, losses, kept: out.square().sum() - 0.5 * (out * out).sum(),
+    "sum times ranks": lambda fabric, out, y, losses, kept: losses.sum() * fabric.world_size,
+    "sum over rows": lambda fabric, out, y, losses, kept: losses.sum() / len(out) + out.square().sum(),
+    "weights": lambda fabric, out, y, losses, kept: (losses * torch.full_like(losses, 0.01)).sum(),
+    "tasks": lambda fabric, out, y, losses, kept: torch.stack([each.mean() for each in losses]).sum(),
+    "penalty": lambda fabric, out, y, losses, kept: losses.mean() + out.square().sum(),
     "mixed": lambda fabric, out, y, losses, kept: (
         losses.mean() * (0.1 + fabric.global_rank) + losses.mean() * (0.9 - fabric.global_rank)
     ),
@@ -181,7 +188,22 @@ def test_a_mean_over_unequal_numbers_of_labels_is_said_once(ranks, how):
     assert others == []
 
 
-@pytest.mark.parametrize("how", ["mean", "normalised", "of all ranks", "weighted mean", "mixed"])
+@pytest.mark.parametrize("how", ["sum", "sum of squares"])
+def test_a_sum_over_items_is_said_once(ranks, how):
+    (told,), others = ranks.run(with_labels, how, world_size=2)
+    assert told == (
+        "The loss of the first backward is a sum over its items. Gradients are averaged over 2 ranks, so "
+        "they are 1/2 of those of one process with the whole batch. Use a mean; or write "
+        "fabric.normalize_gradients(model, num_items) before each step, also on one process; or multiply the "
+        "loss by fabric.world_size."
+    )
+    assert others == []
+
+
+SILENT = ["mean", "normalised", "of all ranks", "weighted mean", "mixed", "sum times ranks", "sum over rows"]
+
+
+@pytest.mark.parametrize("how", [*SILENT, "weights", "tasks", "penalty"])
 def test_losses_whose_labels_count_alike_are_not_warned_of(ranks, how):
     assert ranks.run(with_labels, how, world_size=2) == [[], []]
 
