@@ -301,7 +301,7 @@ def trace(optimizer, scheduler, model, backward):
     rates = []
     for step in range(12):
         optimizer.zero_grad()
-        backward(model(X).pow(2).sum())
+        backward(model(X).pow(2).mean())
         optimizer.step()
         scheduler.step(*([1.0 + step] if isinstance(scheduler, ReduceLROnPlateau) else []))
         rates.append(optimizer.param_groups[0]["lr"])
