@@ -401,6 +401,23 @@ def test_flipped_bits_are_found_and_nothing_is_loaded(fabric, tmp_path):
     unchecked.load(path, {"model": model})
 
 
+def test_every_bit_of_the_digest_counts(fabric, tmp_path):
+    """A hexadecimal number may be written with "A" for "a", and with a blank for a leading zero."""
+    path = tmp_path / "a.safetensors"
+    digest, number = b"", 0
+    while not (digest.startswith(b"0") and {*b"abcdef"} & {*digest}):
+        fabric.save(path, {"values": torch.tensor([number])})
+        whole, number = path.read_bytes(), number + 1
+        at = whole.index(b'crc32": "') + len(b'crc32": "')
+        digest = whole[at : at + 8]
+    for place in range(at, at + 8):
+        for bit in range(8):
+            flip(path, place, bit)
+            with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors is damaged: "):
+                fabric.load(path)
+            path.write_bytes(whole)
+
+
 def test_a_file_that_was_cut_or_is_something_else(fabric, tmp_path):
     path = tmp_path / "a.safetensors"
     for verify in (True, False):

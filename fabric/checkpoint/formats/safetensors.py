@@ -205,6 +205,8 @@ def _sealed(path: Path, name: PathLike) -> Sealed | None:
         crc = int(header[at:end], 16)
     except ValueError:
         raise error from None
+    if header[at:end] != b"%08x" % crc:  # int() also reads "A" for "a", and blanks
+        raise error
     blank = Crc32()
     blank.update(length + header[:at] + _BLANK + header[end:])
     return Sealed(path, size - rest, rest, crc ^ combine_crcs(blank.value, 0, rest), error)
