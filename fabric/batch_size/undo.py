@@ -49,7 +49,7 @@ class StepUndo:
         self._positions: list[tuple[Any, Any]] = []
         self._counters: list[tuple[Any, dict[str, int]]] = []
         self._generators: list[tuple[Any, Any]] = []
-        self._first_calls: list[tuple[FirstCall, int | None]] = []
+        self._first_calls: list[tuple[FirstCall, int | None, int]] = []
         self._scale = copy.deepcopy(strategy.precision.state_dict())
         self._rng = collect_rng_states()
         for live in gc.get_objects():
@@ -68,7 +68,7 @@ class StepUndo:
                     found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
                     self._generators += [(one, one.get_state()) for one in found.values()]
             elif kind is FirstCall:
-                self._first_calls.append((live, live.rows))
+                self._first_calls.append((live, live.rows, len(live.digests)))
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
                 # An error on this rank only leaves other numbers than on other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
@@ -109,8 +109,9 @@ class StepUndo:
             tensor.data.copy_(value)
         for counting, numbers in self._counters:
             vars(counting).update(numbers)
-        for first, rows in self._first_calls:
+        for first, rows, batches in self._first_calls:
             first.rows = rows
+            del first.digests[batches:]
         for generator, state in self._generators:
             generator.set_state(state)
         self._strategy.precision.load_state_dict(copy.deepcopy(self._scale))

@@ -25,6 +25,9 @@ foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
+in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func (grad, vmap, ...) is active."""
+
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the innermost backward pass that runs in this thread, or -1. Numbers grow."""
 

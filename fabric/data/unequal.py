@@ -1,4 +1,5 @@
-"""Warnings for losses whose mean over ranks is not the mean over all items; each compares once.
+"""Warnings for losses whose mean over ranks is not the mean over all items, and for ranks that draw the same
+batches; each compares once.
 
 The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows. So it is with tokens.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fabric.core._torch import in_function_transform
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.tree import flatten
 from fabric.data._torch import saved
@@ -23,35 +25,56 @@ if TYPE_CHECKING:
 
 
 class FirstCall:
-    """The forward of a set-up model until `restore_forward`: records the rows of its first training call.
+    """The forward of a set-up model until `restore_forward`: records its first training calls.
 
     Not a hook of the module, since `torch.compile` would trace it.
+
+    Args:
+        call: The forward.
+        digest: Returns a digest of tensors without a host sync.
     """
 
-    __slots__ = ("__weakref__", "call", "rows", "size")
+    __slots__ = ("__weakref__", "call", "digest", "digests", "rows", "size")
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[..., Any], digest: Callable[[list[Any]], Any]) -> None:
+        self.call, self.digest = call, digest
+        self.digests: list[Any] = []
+        """Digests of the tensors of the first two calls; of none if Fabric shards the data."""
         self.rows: int | None = None
         """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
         self.size = 0
         """Rows of the first tensor, also if Fabric shards the data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the rows, and run the forward."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and self.rows is None:
-            shapes = [getattr(leaf, "shape", ()) for leaf in flatten((args, kwargs))[0]]
-            self.size = next((shape[0] for shape in shapes if shape), 0)
-            self.rows = 0 if sharded_iterations else self.size
+        """Record the call, and run the forward."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and len(self.digests) < _CALLS:
+            leaves = flatten((args, kwargs))[0]
+            if self.rows is None:
+                shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+                self.size = next((shape[0] for shape in shapes if shape), 0)
+                self.rows = 0 if sharded_iterations else self.size
+            plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+            if not (sharded_iterations or in_function_transform()) and any(
+                [leaf.numel() > 1 for leaf in plain]
+            ):
+                self.digests.append(self.digest(plain))
         return self.call(*args, **kwargs)
 
 
 class FirstRows:
-    """The row count of one set-up model, to which it has weak references, so that it can be collected."""
+    """The first calls of one set-up model, to which it has weak references, so that it can be collected.
 
-    def __init__(self, wrapped: Any) -> None:
-        first = wrapped.__dict__["forward"] = FirstCall(wrapped.__dict__["forward"])
+    Args:
+        wrapped: The model.
+        digest: See `FirstCall`.
+    """
+
+    def __init__(self, wrapped: Any, digest: Callable[[list[Any]], Any]) -> None:
+        first = wrapped.__dict__["forward"] = FirstCall(wrapped.__dict__["forward"], digest)
         self._model, self._first = weakref.ref(wrapped), weakref.ref(first)
+        self.name = type(wrapped.module).__name__
+        self.digests: list[Any] = []
+        """As `FirstCall.digests`."""
         self.rows = 0
         """The rows recorded before `restore_forward`; 0: none."""
         self.size = 0
@@ -60,22 +83,28 @@ class FirstRows:
         self.terms: list[Term] = []
         """The terms of the first loss."""
 
-    def restore_forward(self) -> None:
-        """Restore the original forward, unless it was compiled: torch would compile the original again."""
+    def restore_forward(self, last: bool) -> None:
+        """Restore the original forward, unless it was compiled: torch would compile the original again.
+
+        Args:
+            last: Whether to do it also if only one batch was seen.
+        """
         if self.loss is not None:
             self.terms, self.loss = self.loss.terms, None
         model, first = self._model(), self._first()
         if first is not None:
-            self.rows, self.size = first.rows or 0, first.size
+            self.rows, self.size, self.digests = first.rows or 0, first.size, first.digests
+            if len(first.digests) == 1 and not last:
+                return
             attributes, plain = {} if model is None else vars(model), first.call
             if first.rows is not None and attributes.get("forward") is first:
                 attributes["forward"] = plain
 
 
-def restore_forwards(first: list[FirstRows]) -> None:
-    """Restore the original forwards of all models."""
+def restore_forwards(first: list[FirstRows], last: bool) -> None:
+    """Restore the original forwards of all models, see `FirstRows.restore_forward`."""
     for first_rows in first:
-        first_rows.restore_forward()
+        first_rows.restore_forward(last)
 
 
 class Term(NamedTuple):
@@ -167,6 +196,8 @@ def _of_elements(node: Any) -> Term:
     return Term((1 / max(numel, 1),)) if saved(node, "reduction") == 1 else Term((1.0,), numel)
 
 
+_CALLS = 2
+"""Calls whose batches are compared: a loop that trains on one batch only has the same on all ranks."""
 _MAX_DEPTH = 16
 """Where both terms of each sum contain the sum before, terms double with each node."""
 _SAME = {"NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"}
@@ -187,29 +218,68 @@ _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
 """Nodes whose elements are losses of items, as a rule: others may multiply them by weights of a mean."""
 
 
-def compare_rows(first: list[FirstRows], strategy: Any) -> None:
-    """Compare the rows of all models, and the weight of an item in the first loss, over ranks, and warn if
-    they differ. All ranks must call this.
+def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool) -> None:
+    """Compare the rows of all models, the weight of an item in the first loss and the batches over ranks, and
+    warn. All ranks must call this.
 
     Called after the second synchronised backward or later. By then a call of `normalize_gradients`, which
-    makes the comparison unnecessary, has happened.
+    makes a comparison of rows unnecessary, has happened.
+
+    Args:
+        first: The models.
+        strategy: The strategy.
+        ignore_rows: Whether rows and weights may differ.
     """
-    weight = sum([term.weight() for term in first[0].terms])
-    size = next((each.size for each in first if each.size), 0)
-    local = len(first[0].terms), weight, size, [each.rows for each in first], _is_sum(first[0].terms, size)
-    gathered = strategy.all_gather_object(local, label="replica check of rows")
-    terms, weights, sizes, by_rank, summed = zip(*gathered, strict=True)
-    unequal = [rows for rows in zip(*by_rank, strict=True) if len(set(rows)) > 1 and all(rows)]
+    restore_forwards(first, last=True)
+    digests = [[int(digest) for digest in each.digests] for each in first]
+    gathered = strategy.all_gather_object((_rows_of(first), digests), label="replica check of first calls")
+    rows, digests_by_rank = zip(*gathered, strict=True)
+    if not ignore_rows:
+        _compare_rows(rows)
+    replicas = (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+    if len(gathered) != replicas or replicas == 1:
+        return  # some ranks need the same batches, as those of a pipeline do
+    for model, by_rank in zip(first, zip(*digests_by_rank, strict=True), strict=True):
+        if len({*by_rank[0]}) == _CALLS and all([of_rank == by_rank[0] for of_rank in by_rank]):
+            _warn_of_same(model.name, replicas)
+
+
+class _Rows(NamedTuple):
+    """What ranks compare of the rows of first calls."""
+
+    terms: int
+    """Number of terms of the first loss."""
+    weight: float
+    """The weight of an item in it; 0: unknown."""
+    size: int
+    """As `FirstCall.size`, of the first model that has one."""
+    rows: tuple[int, ...]
+    """Rows of each model."""
+    is_sum: bool
+    """Whether the first loss is a sum over rows."""
+
+
+def _rows_of(first: list[FirstRows]) -> _Rows:
+    terms, size = first[0].terms, next((each.size for each in first if each.size), 0)
+    weight = sum([term.weight() for term in terms])
+    return _Rows(len(terms), weight, size, tuple([each.rows for each in first]), _is_sum(terms, size))
+
+
+def _compare_rows(by_rank: Sequence[_Rows]) -> None:
+    """Warn if rows or weights of items differ between ranks, or if the loss is a sum."""
+    unequal = [rows for rows in zip(*[of_rank.rows for of_rank in by_rank], strict=True) if all(rows)]
+    unequal = [rows for rows in unequal if len({*rows}) > 1]
     for rows in unequal:
         _warn_of_unequal([*rows])
+    weights = [of_rank.weight for of_rank in by_rank]
     # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal.
-    of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
+    of_rows = [of_rank.weight * of_rank.size or of_rank.weight for of_rank in by_rank]
     # A rank with a term of its own has another loss.
-    comparable = all(weights) and len({*terms}) == 1
+    comparable = all(weights) and len({of_rank.terms for of_rank in by_rank}) == 1
     if not unequal and comparable and _differ(weights) and _differ(of_rows):
-        _warn_of_weights([*weights])
-    if all(summed):
-        _warn_of_sum(len(summed))
+        _warn_of_weights(weights)
+    if all([of_rank.is_sum for of_rank in by_rank]):
+        _warn_of_sum(len(by_rank))
 
 
 def _is_sum(terms: list[Term], rows: int) -> bool:
@@ -244,6 +314,17 @@ def _warn_of_sum(ranks: int) -> None:
         f"so they are 1/{ranks} of those of one process with the whole batch. Use a mean; or write "
         "fabric.normalize_gradients(model, num_items) before each step, also on one process; or multiply the "
         "loss by fabric.world_size.",
+        category=RanksDifferWarning,
+    )
+
+
+def _warn_of_same(name: str, ranks: int) -> None:
+    """Warn that all ranks drew the same batches."""
+    rank_zero_warn(
+        f"All ranks called {name} with the same batches, so {ranks} ranks learn what one learns. Write "
+        "fabric.setup_dataloaders(loader) for those of a loader; or draw others on each rank, after "
+        "fabric.seed_everything(seed, per_rank=True) below the line that makes the model; or use the rows "
+        "batch[fabric.global_rank :: fabric.world_size].",
         category=RanksDifferWarning,
     )
 

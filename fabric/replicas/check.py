@@ -24,7 +24,7 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
-from fabric.data.unequal import FirstRows, compare_rows, restore_forwards, warn_of_last_batch
+from fabric.data.unequal import FirstRows, compare_first_calls, restore_forwards, warn_of_last_batch
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -121,7 +121,7 @@ class ReplicaCheck(Part):
             )
             self._models.append(tracked)
             if self._compares_facts and not self.backwards:  # local SGD averages no gradients
-                self.first_rows.append(FirstRows(model))
+                self.first_rows.append(FirstRows(model, digest_of))
         for optimizer in optimizers:
             tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
             self._optimizers[self._num_optimizers] = tracked
@@ -237,7 +237,7 @@ class ReplicaCheck(Part):
             return
         self.backwards += 1
         if self.backwards == 1:
-            restore_forwards(self.first_rows)
+            restore_forwards(self.first_rows, last=False)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
             names = ", ".join([tracked.name for tracked in held])
@@ -248,8 +248,7 @@ class ReplicaCheck(Part):
             self.compare(label, buffers=buffers, only=only)
             if self.first_rows and self.backwards > 1:
                 first, self.first_rows = self.first_rows, []
-                if not self._ignores_rows:
-                    compare_rows(first, self._strategy)
+                compare_first_calls(first, self._strategy, self._ignores_rows)
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""

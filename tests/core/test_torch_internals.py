@@ -287,7 +287,7 @@ def test_function_transforms_say_that_they_run() -> None:
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(sharding.in_function_transform())
+        seen.append(core.in_function_transform())
         return x.sum()
 
     look(torch.ones(2))

@@ -109,7 +109,7 @@ def counted(steps):
         for _ in range(steps):
             fabric.backward(model(torch.ones(2, 4)).mean())
             optimizer.step()
-            found.append(calls.count("replica check of rows"))
+            found.append(calls.count("replica check of first calls"))
             calls.clear()
     finally:
         Channel.check_call = met
@@ -206,6 +206,47 @@ SILENT = ["mean", "normalised", "of all ranks", "weighted mean", "mixed", "sum t
 @pytest.mark.parametrize("how", [*SILENT, "weights", "tasks", "penalty"])
 def test_losses_whose_labels_count_alike_are_not_warned_of(ranks, how):
     assert ranks.run(with_labels, how, world_size=2) == [[], []]
+
+
+def drawn(how):
+    """What a rank warns of in a loop that draws its own batches."""
+    fabric = launched()
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(m := nn.Linear(4, 3), torch.optim.SGD(m.parameters(), lr=0.1))
+    if how == "seed of its own":
+        torch.manual_seed(fabric.global_rank)
+    fixed, loader = torch.randn(8, 4), DataLoader(TensorDataset(torch.randn(24, 4)), 4)
+    if how == "loader":
+        loader = fabric.setup_dataloaders(loader)
+    if how == "loader of all":
+        loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    batches = [x for (x,) in loader] if "loader" in how else [torch.randn(8, 4) for _ in range(3)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in batches:
+            x = {"one batch": fixed, "rows": x[fabric.global_rank :: fabric.world_size]}.get(how, x)
+            optimizer.zero_grad()
+            for part in x.chunk(2) if how == "accumulated" else [x]:
+                if how == "vmap":
+                    fabric.backward(torch.vmap(model)(part).square().mean())
+                else:
+                    fabric.backward(model(part).square().mean())
+            optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+@pytest.mark.parametrize("how", ["one seed", "accumulated", "loader of all"])
+def test_ranks_that_draw_the_same_batches_are_warned_of(ranks, how):
+    (told,), others = ranks.run(drawn, how, world_size=2)
+    assert told.startswith("All ranks called Linear with the same batches, so 2 ranks learn what one learns.")
+    assert "after fabric.seed_everything(seed, per_rank=True) below the line that makes the model" in told
+    assert others == []
+
+
+@pytest.mark.parametrize("how", ["seed of its own", "one batch", "rows", "loader", "vmap"])
+def test_ranks_with_batches_of_their_own_are_not_warned_of(ranks, how):
+    """So are ranks that all train on one batch: nobody draws there."""
+    assert ranks.run(drawn, how, world_size=2) == [[], []]
 
 
 def test_a_recurrence_of_numbers_is_not_followed_to_its_end():

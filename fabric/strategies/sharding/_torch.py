@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils import _python_dispatch
 
 from fabric.core.torch_versions import groups_of, states_hidden
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 no_dispatch_modes: Callable[[], Any] = _python_dispatch._disable_current_modes
 """Context in which operations are seen by no `TorchDispatchMode`."""
-
-in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func (grad, vmap, ...) is active."""
 
 
 def dtensor_handlers() -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core._torch import backward_pass
+from fabric.core._torch import backward_pass, in_function_transform
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import reset_iteration, unshard_again
 from fabric.core.tree import flatten, map_tree
@@ -24,7 +24,6 @@ from fabric.strategies.sharding._torch import (
     fsdp_groups,
     fsdp_states,
     in_forward,
-    in_function_transform,
     is_prefetched,
     keep_unsharded,
     modules_of,
