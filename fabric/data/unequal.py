@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fabric.collectives.reduced_gradients import compare_mean_gradients
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.tree import flatten
 from fabric.data._torch import saved
@@ -118,8 +119,8 @@ def _terms(node: Any, depth: int = 0) -> list[Term]:
         depth: The number of nodes above it.
     """
     kind, nodes = type(node).__name__, [] if node is None else [each for each, _ in node.next_functions]
-    if kind in _REDUCTIONS:
-        return [_REDUCTIONS[kind](node)]
+    if kind in _REDUCTIONS or saved(node, "reduction") in (1, 2):
+        return [_REDUCTIONS.get(kind, _of_elements)(node)]
     if depth > _MAX_DEPTH or not nodes:
         return []
     if kind in ("AddBackward0", "SubBackward0"):
@@ -129,17 +130,29 @@ def _terms(node: Any, depth: int = 0) -> list[Term]:
                 return []
             found += terms
         return found
-    factors: tuple[Any, ...] = ()
-    if kind in ("MulBackward0", "DivBackward0"):
-        factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
-        by_number = factor is not None and factor.numel() == 1 and None in nodes
-        if not by_number or (kind == "DivBackward0" and nodes[0] is None):
-            return []
-        factors = (factor.detach() if kind == "MulBackward0" else 1 / factor.detach(),)
-    elif kind not in _SAME:
+    if (factors := _factors(node)) is None:
         return []
-    inner = next((each for each in nodes if each is not None), None)
-    return [term._replace(factors=factors + term.factors) for term in _terms(inner, depth + 1)]
+    return [term._replace(factors=factors + term.factors) for term in _terms(_inner(node), depth + 1)]
+
+
+def _inner(node: Any) -> Any:
+    """Return the first node that computed an input of a node."""
+    return next((each for each, _ in node.next_functions if each is not None), None)
+
+
+def _factors(node: Any) -> tuple[Any, ...] | None:
+    """Return the number that a node multiplies by, nothing if it is 1; None: the node does something else."""
+    kind = type(node).__name__
+    if kind in _SAME:
+        return ()
+    if kind not in ("MulBackward0", "DivBackward0"):
+        return None
+    nodes = [each for each, _ in node.next_functions]
+    factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
+    by_number = factor is not None and factor.numel() == 1 and None in nodes
+    if not by_number or (kind == "DivBackward0" and nodes[0] is None):
+        return None
+    return (factor.detach() if kind == "MulBackward0" else 1 / factor.detach(),)
 
 
 def _of_mean(node: Any) -> Term:
@@ -147,12 +160,21 @@ def _of_mean(node: Any) -> Term:
 
 
 def _of_sum(node: Any) -> Term:
-    """Return a sum, which counts items if the losses of items are known not to be weighted."""
-    inner = node.next_functions[0][0]
-    while type(inner).__name__ in _SAME:
-        inner = inner.next_functions[0][0]
-    known = type(inner).__name__ in _OF_ITEMS
-    return Term((1.0,), math.prod(saved(node, "self_sym_sizes")) if known else 0)
+    """Return a sum, which counts items if the losses of items are known not to be weighted.
+
+    Its factors include the numbers by which all items are multiplied: `(losses / count).sum()`.
+    """
+    inner: Any = _inner(node)
+    factors: list[Any] = [1.0]
+    while inner is not None and len(factors) < _MAX_DEPTH and (found := _factors(inner)) is not None:
+        factors += found
+        inner = _inner(inner)
+    known = type(inner).__name__ in _OF_ITEMS and saved(node, "self_sym_sizes") is not None
+    statistic = _inner(inner) if known else None  # (x.mean(0) - 1).square().sum() is no sum over rows
+    while type(statistic).__name__ in {*_SAME, "AddBackward0", "SubBackward0"}:
+        statistic = _inner(statistic)
+    known = known and type(statistic).__name__ not in {*_SUMS, *_MEANS}
+    return Term((*factors,), math.prod(saved(node, "self_sym_sizes")) if known else 0)
 
 
 def _of_labels(node: Any) -> Term:
@@ -181,24 +203,36 @@ _OF_TORCH: dict[str, Callable[[Any], Term]] = {
     "BinaryCrossEntropyWithLogitsBackward0": _of_elements,
 }
 """Nodes of torch's losses."""
-_REDUCTIONS = {**_OF_TORCH, "MeanBackward0": _of_mean, "SumBackward0": _of_sum}
-"""Nodes of torch that reduce losses of items to one number."""
+_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
+_MEANS = ("MeanBackward0", "MeanBackward1")
+_REDUCTIONS = {**_OF_TORCH, **dict.fromkeys(_MEANS, _of_mean), **dict.fromkeys(_SUMS, _of_sum)}
+"""Nodes of torch that reduce losses of items to one number; others with a reduction are `_of_elements`."""
 _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
 """Nodes whose elements are losses of items, as a rule: others may multiply them by weights of a mean."""
 
 
-def compare_rows(first: list[FirstRows], strategy: Any) -> None:
-    """Compare the rows of all models, and the weight of an item in the first loss, over ranks, and warn if
-    they differ. All ranks must call this.
+def compare_rows(first: list[FirstRows], strategy: Any, ignores_rows: bool = False) -> None:
+    """Compare numbers over ranks, and warn if they differ: rows of all models, the weight of an item in the
+    first loss, and gradients through means in place. All ranks must call this.
 
-    Called after the second synchronised backward or later. By then a call of `normalize_gradients`, which
-    makes the comparison unnecessary, has happened.
+    Called after the second synchronised backward or later.
+
+    Args:
+        first: The models.
+        strategy: Of these models.
+        ignores_rows: Whether the loop called `normalize_gradients`, so that rows and items may differ.
     """
     weight = sum([term.weight() for term in first[0].terms])
     size = next((each.size for each in first if each.size), 0)
-    local = len(first[0].terms), weight, size, [each.rows for each in first], _is_sum(first[0].terms, size)
+    channel, own = strategy.channel(), first[0].terms
+    found, channel.mean_gradients = channel.mean_gradients or [], None
+    means = [(label, line, float(total), float(size)) for label, line, total, size in found]
+    local = len(own), weight, size, [each.rows for each in first], _is_sum(own, size), means
     gathered = strategy.all_gather_object(local, label="replica check of rows")
-    terms, weights, sizes, by_rank, summed = zip(*gathered, strict=True)
+    terms, weights, sizes, by_rank, summed, means_by_rank = zip(*gathered, strict=True)
+    compare_mean_gradients(means_by_rank)
+    if ignores_rows:
+        return
     unequal = [rows for rows in zip(*by_rank, strict=True) if len(set(rows)) > 1 and all(rows)]
     for rows in unequal:
         _warn_of_unequal([*rows])

@@ -122,6 +122,7 @@ class ReplicaCheck(Part):
             self._models.append(tracked)
             if self._compares_facts and not self.backwards:  # local SGD averages no gradients
                 self.first_rows.append(FirstRows(model))
+                self._strategy.channel().mean_gradients = []
         for optimizer in optimizers:
             tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
             self._optimizers[self._num_optimizers] = tracked
@@ -248,8 +249,7 @@ class ReplicaCheck(Part):
             self.compare(label, buffers=buffers, only=only)
             if self.first_rows and self.backwards > 1:
                 first, self.first_rows = self.first_rows, []
-                if not self._ignores_rows:
-                    compare_rows(first, self._strategy)
+                compare_rows(first, self._strategy, ignores_rows=self._ignores_rows)
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""

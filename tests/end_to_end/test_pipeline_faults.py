@@ -36,7 +36,10 @@ def test_the_stage_that_ended_is_named(start, how, when):
         check=False,
     )
     assert done.returncode == {"raise": 1, "kill": 137}[how], done.stderr
-    reason = {"raise": r"ValueError: boom \(staged\.py:\d+\)", "kill": r"killed by SIGKILL \(by a user, .*?\)"}[how]
+    reason = {
+        "raise": r"ValueError: boom \(staged\.py:\d+\)",
+        "kill": r"killed by SIGKILL \(by a user, .*?\)",
+    }[how]
     host = re.escape(socket.gethostname())
     line = f"rank 1 on {host} failed first: {reason}; ranks 0, 2 stopped because of it"
     assert len(re.findall(line, done.stderr)) == 1, done.stderr
