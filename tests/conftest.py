@@ -54,6 +54,9 @@ PRELOAD = [
     "fabric.watchdog.watchdog",
 ]
 IGNORED = (
+    # Many tests train on few equal numbers; test_unequal_parts.py tests these two warnings.
+    "All ranks called .* with the same batches",
+    "The loss of the first backward is a sum over its items",
     ".*batch norm in training sees only",
     "fabric.backward ran although no model was set up",
     "No loader was set up",  # loops here hold what is compared with ranks, too

@@ -82,6 +82,8 @@ class Channel:
         self.collective, self.transport = collective, transport
         self.facts: Any = None
         """The facts that ranks compare in each call, in addition to the call: see `Part.facts`."""
+        self.mean_gradients: list[Any] | None = None
+        """Gradients through means in place, until ranks compare them; None: they are not recorded."""
         self._guard: Callable[[], Any | None] = lambda: None
 
     def __reduce__(self) -> Any:

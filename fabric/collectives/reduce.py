@@ -14,11 +14,9 @@ import torch.distributed as dist
 
 from fabric.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
+from fabric.collectives.reduced_gradients import watch_gradients
 from fabric.core._torch import foreach_copy_
-from fabric.core.source import user_line
 from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
-from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +58,10 @@ def reduce_tree(
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
         check_writable(tensors, op)
-    if op != _Op.AVG and torch.is_grad_enabled():
-        _watch_gradients(leaves, label or f"all_reduce({op_name(op)})")
-    result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
+    if torch.is_grad_enabled() and channel.world_size > 1:
+        watch_gradients(leaves, label, op == _Op.AVG, channel)
+    result = unflatten(tensors, spec, data)
     works: list[Any] = []
     with _writable(tensors):
         flats = [_FlatBucket([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
@@ -110,7 +108,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         or not tensor.is_contiguous()
         or tensor.is_neg()
         or tensor.is_inference()
-        or (tensor.requires_grad and op != "mean")
+        or (tensor.requires_grad and (op != "mean" or channel.mean_gradients is not None))
     ):
         return False
     with torch.no_grad():
@@ -119,27 +117,6 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
             return False
         tensor.view(-1).copy_(fold(frames.columns([tensor])[0], name[1]))
     return True
-
-
-def _watch_gradients(leaves: list[Any], label: str) -> None:
-    """Warn in a backward that goes through tensors that were reduced in place.
-
-    A backward treats them as this rank's own. That is right for the mean, whose gradient DDP averages. A
-    number may be the loss itself, whose gradient does not depend on its value.
-    """
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.dim():
-            line = user_line()
-            leaf.register_hook(lambda grad, line=line: _warn_of_gradient(label, line))
-
-
-def _warn_of_gradient(label: str, line: str) -> None:
-    rank_zero_warn(
-        f"A gradient passed through {label} ({line}), which is not differentiable: each rank gets that of "
-        "its own part, not that of the result. Write sync_grads=True in this call, or reduce x.detach() if "
-        "no gradient is needed.",
-        category=RanksDifferWarning,
-    )
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:

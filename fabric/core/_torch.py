@@ -75,15 +75,30 @@ def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
     setattr(clip_grad, name, grouped_after_call)
 
 
+def node_number(node: Any) -> int:
+    """Return the number of a node of a graph, by which it is known while Python has no reference to it."""
+    number: int = node._sequence_nr()
+    return number
+
+
+UNUSED = "not have been used in the graph"
+"""In torch's error of `torch.autograd.grad` for inputs that have no gradient."""
+
+
 def after_grads(call: Callable[[tuple[Any, ...], tuple[Any, ...]], None]) -> None:
     """Patch torch so that `torch.autograd.grad`, by whatever name the loop imported it, calls
-    `call(inputs, grads)` last.
+    `call(inputs, grads)` last; also before torch's error for inputs without a gradient, which are None then.
     """
     namespace: Any = torch.autograd
     run = namespace._engine_run_backward
 
     def run_before_call(outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
-        grads = run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        try:
+            grads = run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        except RuntimeError as error:
+            if not accumulate_grad and UNUSED in str(error):
+                call(args[3], (None,) * len(args[3]))
+            raise
         if not accumulate_grad and not torch.compiler.is_compiling():
             call(args[3], grads)
         return grads

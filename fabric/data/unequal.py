@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fabric.collectives.reduced_gradients import compare_mean_gradients
 from fabric.core._torch import in_function_transform
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.tree import flatten
@@ -147,8 +148,8 @@ def _terms(node: Any, depth: int = 0) -> list[Term]:
         depth: The number of nodes above it.
     """
     kind, nodes = type(node).__name__, [] if node is None else [each for each, _ in node.next_functions]
-    if kind in _REDUCTIONS:
-        return [_REDUCTIONS[kind](node)]
+    if kind in _REDUCTIONS or saved(node, "reduction") in (1, 2):
+        return [_REDUCTIONS.get(kind, _of_elements)(node)]
     if depth > _MAX_DEPTH or not nodes:
         return []
     if kind in ("AddBackward0", "SubBackward0"):
@@ -158,17 +159,29 @@ def _terms(node: Any, depth: int = 0) -> list[Term]:
                 return []
             found += terms
         return found
-    factors: tuple[Any, ...] = ()
-    if kind in ("MulBackward0", "DivBackward0"):
-        factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
-        by_number = factor is not None and factor.numel() == 1 and None in nodes
-        if not by_number or (kind == "DivBackward0" and nodes[0] is None):
-            return []
-        factors = (factor.detach() if kind == "MulBackward0" else 1 / factor.detach(),)
-    elif kind not in _SAME:
+    if (factors := _factors(node)) is None:
         return []
-    inner = next((each for each in nodes if each is not None), None)
-    return [term._replace(factors=factors + term.factors) for term in _terms(inner, depth + 1)]
+    return [term._replace(factors=factors + term.factors) for term in _terms(_inner(node), depth + 1)]
+
+
+def _inner(node: Any) -> Any:
+    """Return the first node that computed an input of a node."""
+    return next((each for each, _ in node.next_functions if each is not None), None)
+
+
+def _factors(node: Any) -> tuple[Any, ...] | None:
+    """Return the number that a node multiplies by, nothing if it is 1; None: the node does something else."""
+    kind = type(node).__name__
+    if kind in _SAME:
+        return ()
+    if kind not in ("MulBackward0", "DivBackward0"):
+        return None
+    nodes = [each for each, _ in node.next_functions]
+    factor = saved(node, "other") if nodes[0] is not None else saved(node, "self")
+    by_number = factor is not None and factor.numel() == 1 and None in nodes
+    if not by_number or (kind == "DivBackward0" and nodes[0] is None):
+        return None
+    return (factor.detach() if kind == "MulBackward0" else 1 / factor.detach(),)
 
 
 def _of_mean(node: Any) -> Term:
@@ -176,12 +189,21 @@ def _of_mean(node: Any) -> Term:
 
 
 def _of_sum(node: Any) -> Term:
-    """Return a sum, which counts items if the losses of items are known not to be weighted."""
-    inner = node.next_functions[0][0]
-    while type(inner).__name__ in _SAME:
-        inner = inner.next_functions[0][0]
-    known = type(inner).__name__ in _OF_ITEMS
-    return Term((1.0,), math.prod(saved(node, "self_sym_sizes")) if known else 0)
+    """Return a sum, which counts items if the losses of items are known not to be weighted.
+
+    Its factors include the numbers by which all items are multiplied: `(losses / count).sum()`.
+    """
+    inner: Any = _inner(node)
+    factors: list[Any] = [1.0]
+    while inner is not None and len(factors) < _MAX_DEPTH and (found := _factors(inner)) is not None:
+        factors += found
+        inner = _inner(inner)
+    known = type(inner).__name__ in _OF_ITEMS and saved(node, "self_sym_sizes") is not None
+    statistic = _inner(inner) if known else None  # (x.mean(0) - 1).square().sum() is no sum over rows
+    while type(statistic).__name__ in {*_SAME, "AddBackward0", "SubBackward0"}:
+        statistic = _inner(statistic)
+    known = known and type(statistic).__name__ not in {*_SUMS, *_MEANS}
+    return Term((*factors,), math.prod(saved(node, "self_sym_sizes")) if known else 0)
 
 
 def _of_labels(node: Any) -> Term:
@@ -212,33 +234,39 @@ _OF_TORCH: dict[str, Callable[[Any], Term]] = {
     "BinaryCrossEntropyWithLogitsBackward0": _of_elements,
 }
 """Nodes of torch's losses."""
-_REDUCTIONS = {**_OF_TORCH, "MeanBackward0": _of_mean, "SumBackward0": _of_sum}
-"""Nodes of torch that reduce losses of items to one number."""
+_SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
+_MEANS = ("MeanBackward0", "MeanBackward1")
+_REDUCTIONS = {**_OF_TORCH, **dict.fromkeys(_MEANS, _of_mean), **dict.fromkeys(_SUMS, _of_sum)}
+"""Nodes of torch that reduce losses of items to one number; others with a reduction are `_of_elements`."""
 _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
 """Nodes whose elements are losses of items, as a rule: others may multiply them by weights of a mean."""
 
 
 def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool) -> None:
-    """Compare the rows of all models, the weight of an item in the first loss and the batches over ranks, and
-    warn. All ranks must call this.
-
-    Called after the second synchronised backward or later. By then a call of `normalize_gradients`, which
-    makes a comparison of rows unnecessary, has happened.
+    """Compare over ranks: rows of all models, the weight of an item in the first loss, the batches, gradients
+    through means in place. Warn if what they make of it is not what one process does. All ranks must call
+    this, after the second synchronised backward or later.
 
     Args:
         first: The models.
-        strategy: The strategy.
-        ignore_rows: Whether rows and weights may differ.
+        strategy: Of these models.
+        ignore_rows: Whether the loop called `normalize_gradients`, so that rows and items may differ.
     """
-    restore_forwards(first, last=True)
     digests = [[int(digest) for digest in each.digests] for each in first]
-    gathered = strategy.all_gather_object((_rows_of(first), digests), label="replica check of first calls")
-    rows, digests_by_rank = zip(*gathered, strict=True)
+    channel = strategy.channel()
+    found, channel.mean_gradients = channel.mean_gradients or [], None
+    means = [(label, line, float(total), float(size)) for label, line, total, size in found]
+    local = _rows_of(first), digests, means
+    gathered = strategy.all_gather_object(local, label="replica check of first calls")
+    rows, digests_by_rank, means_by_rank = zip(*gathered, strict=True)
+    compare_mean_gradients(means_by_rank)
     if not ignore_rows:
         _compare_rows(rows)
     replicas = (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
     if len(gathered) != replicas or replicas == 1:
         return  # some ranks need the same batches, as those of a pipeline do
+    if not ignore_rows and all([of_rank.is_sum for of_rank in rows]):
+        _warn_of_sum(replicas)
     for model, by_rank in zip(first, zip(*digests_by_rank, strict=True), strict=True):
         if len({*by_rank[0]}) == _CALLS and all([of_rank == by_rank[0] for of_rank in by_rank]):
             _warn_of_same(model.name, replicas)
@@ -266,7 +294,7 @@ def _rows_of(first: list[FirstRows]) -> _Rows:
 
 
 def _compare_rows(by_rank: Sequence[_Rows]) -> None:
-    """Warn if rows or weights of items differ between ranks, or if the loss is a sum."""
+    """Warn if rows, or weights of items, differ between ranks."""
     unequal = [rows for rows in zip(*[of_rank.rows for of_rank in by_rank], strict=True) if all(rows)]
     unequal = [rows for rows in unequal if len({*rows}) > 1]
     for rows in unequal:
@@ -278,8 +306,6 @@ def _compare_rows(by_rank: Sequence[_Rows]) -> None:
     comparable = all(weights) and len({of_rank.terms for of_rank in by_rank}) == 1
     if not unequal and comparable and _differ(weights) and _differ(of_rows):
         _warn_of_weights(weights)
-    if all([of_rank.is_sum for of_rank in by_rank]):
-        _warn_of_sum(len(by_rank))
 
 
 def _is_sum(terms: list[Term], rows: int) -> bool:

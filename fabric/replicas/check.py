@@ -122,6 +122,7 @@ class ReplicaCheck(Part):
             self._models.append(tracked)
             if self._compares_facts and not self.backwards:  # local SGD averages no gradients
                 self.first_rows.append(FirstRows(model, digest_of))
+                self._strategy.channel().mean_gradients = []
         for optimizer in optimizers:
             tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
             self._optimizers[self._num_optimizers] = tracked
@@ -236,8 +237,8 @@ class ReplicaCheck(Part):
         if not held or not self._every:
             return
         self.backwards += 1
-        if self.backwards == 1:
-            restore_forwards(self.first_rows, last=False)
+        if self.backwards <= 2:
+            restore_forwards(self.first_rows, last=self.backwards == 2)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
             names = ", ".join([tracked.name for tracked in held])

@@ -195,6 +195,7 @@ class ParallelStrategy(Strategy):
         is_member = self.collective.world_size > 0  # on other ranks the first collective raises
         self.transport = transport_of(self.root_device, dist.get_backend_config(group if is_member else None))
         if group is not None and is_member:
+            rank_zero_only.warning_rank = dist.get_process_group_ranks(group)[0]
             members, job = self.collective, (self.topology.rank, self.topology.world_size)
             self.topology = replace(
                 self.topology, rank=members.rank_in_group, world_size=members.world_size, job=job
@@ -266,7 +267,7 @@ class ParallelStrategy(Strategy):
             num_nodes=self.num_nodes,
             device=devices[environment.local_rank()],
         )
-        rank_zero_only.rank = self.topology.rank
+        rank_zero_only.rank, rank_zero_only.warning_rank = self.topology.rank, 0
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """Return the function that `optimizer.step` runs. LBFGS uses the mean of the losses over ranks."""

@@ -40,6 +40,8 @@ class _RankZeroOnly:
 
     def __init__(self) -> None:
         self._rank: int | None = None
+        self.warning_rank = 0
+        """The rank that warns: the first one of the strategy's process group."""
 
     @property
     def rank(self) -> int:
@@ -106,10 +108,12 @@ def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
 def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
     """Warn with `message` on rank zero, at the caller's line. `kwargs` (`category`) are for `warnings.warn`.
 
+    Of a strategy with `process_group=` the first rank of the group warns.
+
     `stacklevel`: 4 is the caller, or if that is this package, the innermost line outside of it; 5 the
     caller's caller.
     """
-    if rank_zero_only.rank == 0:
+    if rank_zero_only.rank == rank_zero_only.warning_rank:
         level = library_frames() + 1 if stacklevel == 4 else max(stacklevel - 2, 1)
         warnings.warn(message, stacklevel=level, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from functools import partial
 
 import pytest
@@ -182,15 +183,16 @@ def saved_inside(kind: str, members: list[int], folder: str, format: str):
     rank, group = dist.get_rank(), dist.new_group(members)
     if rank not in members:
         return None
+    own = [rows[members.index(rank) :: len(members)] for rows in (X, Y)]
     fabric = launched(kind, group)
     model = made(seed=3)
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    trained(model, optimizer, fabric.backward, X[rank::2], Y[rank::2])
+    trained(model, optimizer, fabric.backward, *own)
     state = {"model": model, "optimizer": optimizer, "epoch": 3}
     wanted = copy.deepcopy(fabric.strategy.get_module_state_dict(model))
     fabric.save(f"{folder}/one", state, format=format)
     fabric.save_latest(f"{folder}/runs", state, step=7)
-    trained(model, optimizer, fabric.backward, X[rank::2], Y[rank::2])
+    trained(model, optimizer, fabric.backward, *own)
     loaded = []
     for load in (
         lambda: fabric.load(f"{folder}/one", state),
@@ -235,6 +237,28 @@ def test_a_rank_outside_that_makes_a_call_gets_an_error(ranks, call):
     assert isinstance(error, UsageError)
     assert "not in the process group" in str(error)
     assert others == [[1, 2], [1, 2]]
+
+
+def warned_inside(members: list[int]):
+    """What a rank warns of in a loop of a group whose ranks have unequal numbers of rows."""
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return []
+    fabric = launched("ddp", group)
+    model, optimizer = fabric.setup(m := nn.Linear(4, 1).double(), torch.optim.SGD(m.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            fabric.backward(model(X[: 2 + members.index(dist.get_rank())]).mean())
+            optimizer.step()
+    return [str(w.message)[:60] for w in caught]
+
+
+@pytest.mark.parametrize(("size", "members"), [(3, [1, 2]), (3, [0, 1])])
+def test_the_groups_first_rank_warns(ranks, size, members):
+    found = ranks.run(warned_inside, members, world_size=size)
+    told = ["Ranks were given unequal numbers of rows: 2 on rank 0, 3 on "]
+    assert found == [told if rank == members[0] else [] for rank in range(size)]
 
 
 def test_a_group_of_some_ranks_cannot_share_sequences():

@@ -150,6 +150,29 @@ def test_the_function_that_runs_the_engine(monkeypatch):
     assert found[0].tolist() == [3.0]
 
 
+def test_the_error_of_gradients_that_are_not_in_the_graph(monkeypatch):
+    """`after_grads` reports them as None before torch raises it."""
+    namespace, seen = torch.autograd, []
+    monkeypatch.setattr(namespace, "_engine_run_backward", namespace._engine_run_backward)
+    core.after_grads(lambda inputs, grads: seen.append(([*inputs], [*grads])))
+    weight, other = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match=core.UNUSED):
+        torch.autograd.grad((weight * 3).sum(), [weight, other])
+    assert seen == [([weight, other], [None, None])]
+
+
+def test_a_node_of_a_graph_has_a_number() -> None:
+    """It is that of the same node, also after Python has dropped it."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    first = weight * 2
+    number = core.node_number(first.grad_fn)
+    loss = (first + 1).sum()
+    del first
+    below = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert core.node_number(below) == number
+    assert core.node_number(loss.grad_fn) != number
+
+
 def test_gradients_are_written_by_a_node_that_conversions_replace() -> None:
     """A model that was converted after setup is an error: DDP's reducer hooks the nodes of setup."""
     weight = torch.nn.Parameter(torch.ones(1))

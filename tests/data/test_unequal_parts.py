@@ -159,7 +159,19 @@ LOSSES = {
     "scaled": lambda fabric, out, y, losses, kept: 0.5 * mean(out, y) / 4 + 0.1 * out.square().mean(),
     "mask": lambda fabric, out, y, losses, kept: (losses * kept).sum() / kept.sum(),
     "selected": lambda fabric, out, y, losses, kept: losses[kept].mean(),
+    "inner": lambda fabric, out, y, losses, kept: (losses * kept / kept.sum()).sum(),
+    "nanmean": lambda fabric, out, y, losses, kept: losses.where(kept, torch.nan).nanmean(),
+    "dot": lambda fabric, out, y, losses, kept: losses.flatten().dot(kept.float().flatten()) / kept.sum(),
+    "margin": lambda fabric, out, y, losses, kept: nn.functional.soft_margin_loss(
+        out[kept][:, 0], 1.0 - 2.0 * (y[kept] == 0)
+    ),
+    "classes": lambda fabric, out, y, losses, kept: nn.functional.multi_margin_loss(out[kept], y[kept]),
+    "dims": lambda fabric, out, y, losses, kept: losses[kept].mean(dim=0),
     "mean": lambda fabric, out, y, losses, kept: losses.mean(),
+    "inner of all": lambda fabric, out, y, losses, kept: (losses / everywhere(fabric, kept)).sum(),
+    "statistic": lambda fabric, out, y, losses, kept: (
+        (fabric.all_reduce(out[:, 0].mean(1)) - 1).square().sum()
+    ),
     "normalised": lambda fabric, out, y, losses, kept: losses.sum(),
     "of all ranks": lambda fabric, out, y, losses, kept: (losses * kept).sum() / everywhere(fabric, kept),
     "weighted mean": lambda fabric, out, y, losses, kept: (
@@ -178,11 +190,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("how", ["ignore_index", "flat", "scaled", "mask", "selected"])
+UNEQUAL = ["ignore_index", "flat", "scaled", "mask", "selected"]
+
+
+@pytest.mark.parametrize("how", [*UNEQUAL, "inner", "nanmean", "dot", "margin", "classes", "dims"])
 def test_a_mean_over_unequal_numbers_of_labels_is_said_once(ranks, how):
     (told,), others = ranks.run(with_labels, how, world_size=2)
     assert told.startswith("The loss of the first backward divides by ")
-    if how != "scaled":
+    if how not in ("scaled", "classes"):
         assert "divides by 8 on rank 0, 24 on rank 1, as a mean over the tokens or labels" in told
     assert "write fabric.normalize_gradients(model, num_items) before each step" in told
     assert others == []
@@ -200,7 +215,17 @@ def test_a_sum_over_items_is_said_once(ranks, how):
     assert others == []
 
 
-SILENT = ["mean", "normalised", "of all ranks", "weighted mean", "mixed", "sum times ranks", "sum over rows"]
+SILENT = [
+    "mean",
+    "normalised",
+    "of all ranks",
+    "weighted mean",
+    "mixed",
+    "sum times ranks",
+    "sum over rows",
+    "inner of all",
+    "statistic",
+]
 
 
 @pytest.mark.parametrize("how", [*SILENT, "weights", "tasks", "penalty"])

@@ -1,6 +1,7 @@
 """`make fuzz`: random programs until the time is over. Failing ones are shrunk, printed and saved.
 
 python tests/fuzz --minutes 10 --seed 0 [--layout fsdp[:ddp]] [--count 500] [--one SEED[:LAYOUT]]
+python tests/fuzz --kind labels    (programs of one row of forms.py: of any; --one SEED too)
 python tests/fuzz --without all    (which programs find each mend of mends.py that is undone)
 """
 
@@ -14,12 +15,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from form_mends import FORM_MENDS
 from grammar import generate
-from mends import MENDS
+from kinds import NAMES
+from mends import MENDS as OTHER_MENDS
 from program import Program
 from refusals import brief, reason
 from runner import CRASH, FOREIGN, HANG, INVALID, REFUSED, Outcome, Runner
 from shrink import shrunk
+
+MENDS = {**OTHER_MENDS, **FORM_MENDS}
 
 
 def main() -> int:
@@ -38,7 +43,7 @@ def main() -> int:
             seed = next(seeds, None)
             if seed is None:
                 break
-            program = generate(seed, layout)
+            program = generate(seed, layout, given.kind)
             if program.avoided or not re.search(given.only, program.text):
                 continue
             outcome = runner.run(program)
@@ -58,7 +63,7 @@ def main() -> int:
             elif outcome.failed:
                 failed += 1
                 hangs.add(outcome.standing)
-                report(program, outcome, runner, Path(given.keep), sum(tally.values()), given.shrink)
+                report(program, outcome, runner, given, sum(tally.values()))
     print(summary(tally, errors))
     return 1 if failed else 0
 
@@ -69,7 +74,7 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
     layouts = mend.layouts or [None]
     with Runner(plant=mend.undone) as runner:
         for seed in range(given.seed * 1_000_000, 10**12):
-            program = generate(seed, layouts[seed % len(layouts)])
+            program = generate(seed, layouts[seed % len(layouts)], mend.kind)
             if program.avoided or not re.search(given.only, program.text):
                 continue
             outcome = runner.run(program)
@@ -77,7 +82,7 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
             minutes = (time.monotonic() - begin) / 60
             said = outcome.word in (REFUSED, FOREIGN) and mend.torch and mend.torch in outcome.lines[0]
             if outcome.failed or said:
-                at = f"--one {seed}:{program.name}"
+                at = named(program, mend.kind)
                 print(f"{name}: {outcome.word} in program {count}, {minutes:.1f} min ({at})", flush=True)
                 return True
             if minutes > given.minutes:
@@ -86,12 +91,18 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
     return False
 
 
+def named(program: Program, kind: str | None) -> str:
+    """The arguments that make the program again."""
+    return f"--one {program.seed}:{program.name}" + f" --kind {kind}" * (kind is not None)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="another seed is another million of programs")
     parser.add_argument("--count", type=int, default=10**9, help="programs at most")
     parser.add_argument("--layout", help="one layout only, see layouts.py; fsdp:ddp: saved, then loaded")
+    parser.add_argument("--kind", choices=("any", *NAMES), help="programs of these steps only, see forms.py")
     parser.add_argument("--only", default="", help="programs whose text has this pattern only")
     parser.add_argument("--one", help="one program, as its report names it: SEED or SEED:LAYOUT")
     parser.add_argument("--without", help="programs without one mend, or without each: all; see mends.py")
@@ -102,7 +113,7 @@ def arguments() -> argparse.Namespace:
 
 
 def report(
-    program: Program, outcome: Outcome, runner: Runner, keep: Path, number: int, seconds: float
+    program: Program, outcome: Outcome, runner: Runner, given: argparse.Namespace, number: int
 ) -> None:
     """Print and save the smallest program that fails alike."""
 
@@ -112,20 +123,20 @@ def report(
 
     quick = Runner(limit=8.0) if outcome.word in (HANG, CRASH) else runner
     try:
-        small = shrunk(program, fails_alike, seconds)
+        small = shrunk(program, fails_alike, given.shrink)
         last = quick.run(small)
     finally:
         if quick is not runner:
             quick.pool.close()
-    keep.mkdir(exist_ok=True)
+    (keep := Path(given.keep)).mkdir(exist_ok=True)
     name = f"seed-{program.seed}-{program.name.replace(':', '-')}"
     ranks = " then ".join(f"{part.layout} on {part.world} ranks" for part in small.parts)
     title = f"{last.word} under {ranks}: {(last.lines or ('',))[0][:200]}"
     scripts = small.scripts(title.replace('"""', "'''").splitlines()[0], name)
     for file, text in scripts.items():
         (keep / file).write_text(text)
-    named = f"--one {program.seed}:{program.name}"
-    print(f"\n{outcome.word}: program {number} ({named}), {ranks}, {keep}: {', '.join(scripts)}")
+    at = named(program, given.kind)
+    print(f"\n{outcome.word}: program {number} ({at}), {ranks}, {keep}: {', '.join(scripts)}")
     print("\n".join(f"  {line[:300]}" for line in last.lines[:4]))
     print(*(f"  owed an error: {text}" for text in outcome.owed))
     print(*(part.body() for part in small.parts), sep="\n", flush=True)

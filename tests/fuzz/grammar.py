@@ -29,7 +29,7 @@ class Kind:
     """Whether all ranks need one batch."""
     buffers: bool = False
     """Whether forwards in training change buffers."""
-    weight: int = 2
+    weight: float = 2
 
 
 KINDS = [
@@ -66,6 +66,7 @@ KINDS = [
     Kind("growing", "Growing()", chain=True, weight=1),
     Kind("follows", "Follows('lerp')", chain=True, weight=1),
     Kind("follows", "Follows('data')", chain=True, weight=1),
+    Kind("sparse", "Sparse()", x="words", weight=0.02),  # most optimizers take none
 ]  # fmt: skip
 
 AGENT = next(kind for kind in KINDS if kind.name == "agent")
@@ -174,16 +175,23 @@ class Scene:
         return self.layout.name.startswith("pipeline")
 
 
-PAIRS = 0.2  # of all programs
+PAIRS, FORMS = 0.2, 0.1  # of all programs
 
 
-def generate(seed: int, layout: str | None = None) -> Program:
-    """The program of this seed; `layout` may be two, with a colon between them, either of them left out."""
+def generate(seed: int, layout: str | None = None, kind: str | None = None) -> Program:
+    """The program of this seed; `layout` may be two, with a colon between them, either of them left out.
+
+    `kind` is one of forms.py, or "any" of them; without it some programs have a form.
+    """
     from drifts import another_order
+    from kinds import program_of
     from loaders import data_loop
     from pairs import pair
     from statements import interjection, turn
 
+    formed = layout is None and random.Random(f"formed {seed}").random() < FORMS
+    if kind is not None or formed:
+        return program_of(seed, layout, None if kind == "any" else kind)
     if layout is None and random.Random(f"pair {seed}").random() < PAIRS:
         layout = ":"
     if layout and ":" in layout:

@@ -16,6 +16,8 @@ class Mend(NamedTuple):
     """The ones that it is about; none named: all."""
     torch: str = ""
     """What torch, or the package for another cause, says of it, where it is no silent error."""
+    kind: str | None = None
+    """The row of forms.py that it is about; None: any program."""
 
 
 DDP = ("ddp", "ddp-unused", "ddp-copies", "zero1")

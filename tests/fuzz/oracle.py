@@ -103,7 +103,8 @@ class Notes:
 def frozen(value: Any) -> Any:
     """A copy of a tree, of plain tensors."""
     if isinstance(value, torch.Tensor):
-        return whole(value).detach().clone()
+        value = whole(value).detach().clone()
+        return value.to_dense() if value.is_sparse else value
     if isinstance(value, dict):
         return {key: frozen(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

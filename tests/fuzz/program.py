@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import idioms
 import models
 import oracle
 from layouts import BY_NAME, Layout
@@ -21,6 +22,8 @@ DIFFER = "# ranks differ"
 """Over lines that do other things on each rank, or behind one."""
 ORDER = ":: -1 if fabric.global_rank == 1 else 1"
 """The order of two models' calls: ranks differ in it."""
+WARNED = "# a warning is owed"
+"""Over a step whose numbers are others on several ranks, of which the package warns."""
 
 HEADER = '''"""{title}
 
@@ -42,6 +45,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
@@ -181,10 +185,9 @@ def written(lines: tuple[Node, ...], depth: int) -> list[str]:
 
 def needed(text: str) -> str:
     """The text of the models that a program names, with what those name."""
-    source = inspect.getsource(models)
-    tree = ast.parse(source)
+    source = f"{inspect.getsource(models)}\n{inspect.getsource(idioms)}"
     pieces = {}
-    for node in tree.body:
+    for node in ast.parse(source).body:
         names = [getattr(node, "name", None)]
         if isinstance(node, ast.AnnAssign):
             names = [node.target.id]

@@ -33,6 +33,8 @@ OWED = [
     (r"LBFGS (joins|computes)", "LBFGS on split parameters or states"),
     (r"create_graph=True\)? (went|cannot go) through", "a graph of gradients where none can be"),
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
+    (r"which is a shard: the forward used a gathered copy", "torch.autograd.grad of sharded parameters"),
+    (r"has sparse=True, and a sharded model cannot", "sparse embeddings of sharded models"),
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
     (r"was changed between the forward and the backward", "weights replaced before a pipeline's backward"),

@@ -18,20 +18,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import idioms
 import models
 import oracle
 import torch
-from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, Program
+from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, WARNED, Program
 
 from fabric.core.errors import FabricError
 from fabric.guard import call_checker as control
 from fabric.testing import RankFailure, RankPool, RankTimeout
+from fabric.utilities.warnings import RanksDifferWarning
 from fabric.watchdog import watchdog
 
-EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM = (
-    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM",
+EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM, SAID = (
+    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM", "warned",
 )  # fmt: skip
 FAILURES = (DIFFERENT, HANG, CRASH, ALARM)
+OWED = r"The loss of the first backward|A gradient passed through|The last batch of this epoch"
+"""Warnings of numbers that differ: of `forms.py`, whose numbers else are those of one process."""
 LIMIT = 12.0  # seconds that a program of milliseconds may take
 SETTLE = 0.7  # seconds after an error in which the other ranks may come to theirs
 WARM_UP = 120.0  # seconds in which processes start, before the first program's time begins
@@ -74,7 +78,12 @@ def namespace(program: Program) -> dict[str, Any]:
     imports = HEADER[HEADER.index("import contextlib") :]
     exec(compile(imports, "imports", "exec"), names)
     names.update(
-        {k: v for module in (oracle, models) for k, v in vars(module).items() if not k.startswith("__")}
+        {
+            k: v
+            for module in (oracle, models, idioms)
+            for k, v in vars(module).items()
+            if not k.startswith("__")
+        }
     )
     exec(compile(program.main(), "the_loop.py", "exec"), names)
     return names
@@ -98,12 +107,14 @@ def on_rank(program: Program, folder: str, plant: str | None = None) -> None:
     names = namespace(program)
     if plant is not None:
         exec(plant, names)
-    report: dict[str, Any] = {"error": None, "kind": None}
+    report: dict[str, Any] = {"error": None, "kind": None, "warnings": []}
     path = Path(folder, f"report-{rank}")
     sys.excepthook = partial(told, path, report)  # a watchdog ends a rank that stands still for ever by it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", RanksDifferWarning)
+            warnings.showwarning = lambda message, *_: report["warnings"].append(str(message))
             report["notes"] = oracle.run_on_rank(
                 names["program"], names["make_fabric"], Path(folder), program.precision
             )
@@ -255,8 +266,12 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
     found = oracle.differences(
         want, [report["notes"] for report in there[program.place.idle :]], program.precision
     )
+    said = [line for report in there for line in report["warnings"] if re.search(OWED, line)]
     if found:
-        return Outcome(DIFFERENT, tuple(found), owed)
+        warned = said and WARNED in program.body()
+        return Outcome(SAID if warned else DIFFERENT, (*said, *found), owed)
+    if said:
+        return Outcome(ALARM, ("ranks are equal, and there was a warning", *said), owed)
     if broken is not None:
         return Outcome(CRASH, (first_line(broken),), owed, str(broken))
     return Outcome(EQUAL, (), owed)

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 from grammar import generate
+from kinds import NAMES
 from layouts import LAYOUTS
-from program import DIFFER, ORDER, Program
+from program import DIFFER, ORDER, WARNED, Program
 from refusals import reason
-from runner import ALARM, CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, Runner
+from runner import ALARM, CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, SAID, Runner
 from shrink import shrunk
 
 FIXED = 24  # seeds, one of each layout; `make fuzz` takes as many as there is time for
@@ -207,6 +208,32 @@ def test_another_order_of_two_models_must_be_named(pool):
     assert pool.run(program(lines)).word == REFUSED
     look = (f"for call in calls[{ORDER}]:", (("with torch.no_grad():", ("call()",)),))
     assert pool.run(program((*lines[:-1], (DIFFER, (look,))))).word == DIFFERENT  # no rank waits for another
+
+
+def test_a_warning_is_owed_where_numbers_differ_and_nowhere_else(pool):
+    lines = (
+        "opt.zero_grad()",
+        "y = share(fabric, labels(fabric, step, 'uneven'))",
+        "fabric.backward(nn.functional.cross_entropy(net(share(fabric, floats(step))), y))",
+        "opt.step()",
+    )
+    differs = (*PLAIN[:4], ("for step in range(3):", ((WARNED, lines),)), PLAIN[-1])
+    assert pool.run(program(differs)).word == SAID
+    assert pool.run(program((*PLAIN[:4], ("for step in range(3):", lines), PLAIN[-1]))).word == DIFFERENT
+    needless = (
+        "isinstance(fabric, Plain) or warnings.warn('The last batch of this epoch', RanksDifferWarning)"
+    )
+    imports = ("import warnings", "from fabric.utilities.warnings import RanksDifferWarning")
+    assert pool.run(program((*imports, *PLAIN, needless))).word == ALARM
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_each_kind_of_step_makes_programs_of_its_layouts(kind):
+    made = [generate(seed, None, kind) for seed in range(20)]
+    assert made == [generate(seed, None, kind) for seed in range(20)]
+    assert all(f"# {kind}" in program.body() or WARNED in program.body() for program in made)
+    assert not any("$" in program.body() for program in made)
+    assert len({program.layout for program in made}) > 5
 
 
 def test_ranks_outside_of_a_group_do_nothing(pool):

@@ -22,7 +22,7 @@ def started(strategy):
     return fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def by_hand(strategy, averaged):
+def by_hand(strategy, averaged, made=lambda one: one):
     """After steps that fabric averages, one whose gradients the loop computes itself."""
     fabric, model, optimizer = started(strategy)
     x = X[fabric.global_rank :: fabric.world_size]
@@ -34,7 +34,7 @@ def by_hand(strategy, averaged):
     grads = gradients_of(model(x).square().mean(), model.parameters())  # a generator
     grads = fabric.all_reduce(list(grads)) if averaged else grads
     for p, one in zip(model.parameters(), grads, strict=True):
-        p.grad = one
+        p.grad = made(one)
     if averaged:
         optimizer.step()
     else:
@@ -47,6 +47,54 @@ def by_hand(strategy, averaged):
 @pytest.mark.parametrize("world", [2, 3])
 def test_they_are_compared_at_the_step_that_uses_them(ranks, strategy, averaged, world):
     ranks.run(by_hand, strategy, averaged, world_size=world)
+
+
+def halved(one):
+    return one / 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("made", [halved, torch.clone])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_what_the_loop_makes_of_them_is_compared_too(ranks, strategy, made, averaged):
+    ranks.run(by_hand, strategy, averaged, made, world_size=2)
+
+
+def before_an_accumulation():
+    """A look at a gradient, and then a step with gradients of a backward under no_backward_sync alone."""
+    fabric, model, optimizer = started("ddp")
+    x = X[fabric.global_rank :: fabric.world_size]
+    fabric.backward(model(x).square().mean())
+    optimizer.step()
+    torch.autograd.grad(model.module(x).mean(), model.module[2].weight)
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(x).square().mean())
+    with pytest.raises(UsageError, match="were never synchronised"):
+        optimizer.step()
+
+
+def test_a_look_hides_no_gradients_of_an_accumulation(ranks):
+    ranks.run(before_an_accumulation, world_size=2)
+
+
+def of_shards(strategy, allow_unused):
+    """Gradients of sharded parameters."""
+    fabric, model, _ = started(strategy)
+    for names in ((), ("0.weight",)):
+        held = [p for name, p in model.named_parameters() if name in names or not names]
+        text = "asked for the gradient of 0.weight, which is a shard: .* Write fabric.backward"
+        with pytest.raises(UsageError, match=text):
+            torch.autograd.grad(model(X).square().mean(), held, allow_unused=allow_unused)
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    assert slope.abs().sum() > 0
+    fabric.backward(model(X).square().mean())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_those_of_shards_are_refused(ranks, strategy, allow_unused):
+    ranks.run(of_shards, strategy, allow_unused, world_size=2)
 
 
 def beside(strategy, where):

@@ -249,7 +249,7 @@ def test_batch_statistics_over_ranks(ranks, world_size):
 
 
 def through_a_reduction_in_place(op: str, sync_grads: bool, what: str) -> tuple[list[str], bool]:
-    """The warnings of a backward through a matrix, or of the loss itself; and whether gradients are right."""
+    """The warnings of backwards through a matrix, or of the loss itself; and whether gradients are right."""
     fabric = start()
     world, rank = fabric.world_size, fabric.global_rank
     model, plain = fabric.setup(net()), net()
@@ -260,6 +260,16 @@ def through_a_reduction_in_place(op: str, sync_grads: bool, what: str) -> tuple[
         if what == "matrix":
             moments = fabric.all_reduce(out.T @ out, reduce_op=op, sync_grads=sync_grads)
             fabric.backward(moments.square().sum())
+        elif what == "statistic":  # of which each rank's loss has another gradient
+            mean = fabric.all_reduce(out.mean(0), reduce_op=op, sync_grads=sync_grads)
+            fabric.backward((out - mean).square().mean(), retain_graph=True)
+        elif what == "number":
+            total = fabric.all_reduce(out.square().sum(), reduce_op=op, sync_grads=sync_grads)
+            fabric.backward((total - 1).square())
+        elif what == "loss of accumulation":
+            loss = out.square().mean() / 2
+            fabric.all_reduce(loss, reduce_op=op)
+            fabric.backward(loss + 0 * out.sum())
         elif what == "loss":
             loss = out.square().mean()
             fabric.all_reduce(loss, reduce_op=op)  # for the log
@@ -269,7 +279,13 @@ def through_a_reduction_in_place(op: str, sync_grads: bool, what: str) -> tuple[
             fabric.backward(out.square().mean())
     out = plain(x)
     scale = world if op == "mean" else 1
-    ((out.T @ out) / scale).square().sum().backward() if what == "matrix" else out.square().mean().backward()
+    losses = {
+        "matrix": lambda: ((out.T @ out) / scale).square().sum(),
+        "statistic": lambda: (out - out.mean(0)).square().mean(),
+        "number": (out.square().sum() - 1).square,
+        "loss of accumulation": lambda: out.square().mean() / 2,
+    }
+    losses.get(what, lambda: out.square().mean())().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     right = all([torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs])
     return [str(w.message) for w in caught if w.category is RanksDifferWarning], right
@@ -290,9 +306,65 @@ def test_a_gradient_through_a_sum_in_place_is_warned_of(ranks, world_size):
     assert others == [([], False)] * (world_size - 1)
 
 
+@WORLDS
+def test_a_gradient_through_a_number_that_was_summed_in_place_is_warned_of(ranks, world_size):
+    ((told, *_), right), *_ = ranks.run(
+        through_a_reduction_in_place, "sum", False, "number", world_size=world_size
+    )
+    assert not right
+    assert told.startswith("A gradient passed through all_reduce(sum) (")
+
+
 @pytest.mark.parametrize(
     ("op", "sync_grads", "what"),
-    [("sum", True, "matrix"), ("mean", False, "matrix"), ("sum", False, "loss"), ("max", False, "detached")],
+    [
+        ("sum", True, "matrix"),
+        ("mean", False, "matrix"),
+        ("sum", False, "loss"),
+        ("mean", False, "loss"),
+        ("sum", False, "loss of accumulation"),
+        ("sum", True, "number"),
+        ("mean", True, "statistic"),
+        ("max", False, "detached"),
+    ],
 )
 def test_right_gradients_beside_a_reduction_are_not_warned_of(ranks, op, sync_grads, what):
     assert ranks.run(through_a_reduction_in_place, op, sync_grads, what, world_size=2) == [([], True)] * 2
+
+
+def through_a_mean_in_place(strategy: str, what: str, sync_grads: bool) -> tuple[list[str], object]:
+    """The warnings of three steps with a mean of all ranks in the loss, and what is recorded at the end."""
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = model(torch.randn(6, 4)[fabric.global_rank :: fabric.world_size])
+            mean = fabric.all_reduce(out.mean(0), sync_grads=sync_grads)
+            loss = (out - mean).square().mean() if what == "with own rows" else mean.square().sum()
+            if what == "on one rank" and fabric.global_rank == 0:
+                loss = out.square().sum()
+            fabric.backward(loss)
+            optimizer.step()
+            recorded = fabric.strategy.channel().mean_gradients
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning], recorded
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("what", ["with own rows", "on one rank"])
+def test_gradients_of_a_mean_in_place_that_differ_are_warned_of_once(ranks, strategy, what):
+    ((told,), held), *others = ranks.run(through_a_mean_in_place, strategy, what, False, world_size=2)
+    assert re.fullmatch(
+        r"A gradient passed through all_reduce\(mean\) \(.*test_contrastive.py:\d+\), .*", told
+    )
+    assert others == [([], None)]
+    assert held is None  # recorded no more
+
+
+@pytest.mark.parametrize(("what", "sync_grads"), [("with own rows", True), ("alone", False)])
+def test_gradients_of_a_mean_in_place_that_are_equal_are_not_warned_of(ranks, what, sync_grads):
+    assert ranks.run(through_a_mean_in_place, "ddp", what, sync_grads, world_size=2) == [([], None)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fabric.core._torch import tensor_of
@@ -9,7 +10,7 @@ from fabric.strategies.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.tensor_sync import grad_version
 
 if TYPE_CHECKING:
-    import weakref
+    from collections.abc import Iterable
 
     from torch import Tensor
     from torch.nn import Parameter
@@ -37,6 +38,8 @@ class ReplicaState:
         """Whether its gradients may be unsynchronised."""
         self.manual: list[weakref.ref[Tensor]] | None = None
         """Results of the last `torch.autograd.grad`; None: something else is unsynchronised, or nothing."""
+        self.before_manual: list[weakref.ref[Tensor] | None] = []
+        """The gradients of `trained` at that time."""
         self.passes = 0
         """Number of synchronising backwards that reached it."""
         self.received_grad = False
@@ -73,6 +76,13 @@ class ReplicaState:
         """Whether gradients may differ between ranks."""
         if self.manual is None or not self.local:
             return self.local
-        # Only where the loop uses them as gradients: a rank alone may look at some.
+        # Only where the loop uses them as gradients, or what it made of them: a rank alone may look at some.
         manual = {id(grad) for ref in self.manual if (grad := tensor_of(ref)) is not None}
-        return any([id(p.grad) in manual for p in self.trained])
+        before = [None if ref is None else tensor_of(ref) for ref in self.before_manual]
+        replaced = [p.grad is not None and p.grad is not g for p, g in zip(self.trained, before, strict=True)]
+        return any(replaced) or any([id(p.grad) in manual for p in self.trained])
+
+    def mark_manual(self, grads: Iterable[Tensor | None]) -> None:
+        """Record results of `torch.autograd.grad`."""
+        self.manual = [weakref.ref(grad) for grad in grads if grad is not None]
+        self.before_manual = [None if p.grad is None else weakref.ref(p.grad) for p in self.trained]

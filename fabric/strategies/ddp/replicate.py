@@ -160,6 +160,7 @@ class Replicate(Layout):
         self._unsynced = True
         with ExitStack() as stack:
             for held in replicas_reducing(replica, self._replicas):
+                self._replicas[held].manual = None
                 self._keep_local(self._replicas[held])
                 disarm(held.reducer)  # else it would reduce, if it was prepared for another pass
                 stack.enter_context(held.no_sync())
@@ -199,7 +200,7 @@ class Replicate(Layout):
         ids = {id(tensor) for tensor in inputs}
         for state in self._replicas.values():
             if not ids.isdisjoint(map(id, state.trained)) and (not state.local or state.manual is not None):
-                state.manual = [weakref.ref(grad) for grad in grads if grad is not None]
+                state.mark_manual(grads)
                 self._keep_local(state)
 
     def _keep_local(self, state: ReplicaState) -> None:

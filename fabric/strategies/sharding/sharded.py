@@ -32,7 +32,7 @@ from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
     from torch.nn import Module
@@ -128,6 +128,23 @@ class FSDP2Runtime(DTensorLayout):
         for model in self.models():
             if _gate(model) is not None:
                 _gate(model).reduce_rest()
+
+    def after_grad(self, inputs: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+        """Refuse the gradients of sharded parameters by `torch.autograd.grad`, which are None.
+
+        Raises:
+            UsageError: The inputs have one.
+        """
+        without = {id(tensor) for tensor, grad in zip(inputs, grads, strict=True) if grad is None}
+        for model in self.models() if without else ():
+            groups = fsdp_groups(fsdp_states(model)) if _gate(model) is not None else ()
+            sharded = {id(part.sharded_param) for group in groups for part in group.fsdp_params}
+            for name in [n for n, p in model.named_parameters() if id(p) in sharded & without]:
+                raise UsageError(
+                    f"torch.autograd.grad was asked for the gradient of {name}, which is a shard: the "
+                    "forward used a gathered copy of it, so it has no gradient in this graph. Write "
+                    'fabric.backward(loss), and read p.grad; or strategy="ddp" or "zero1".'
+                )
 
     def teardown(self) -> None:
         """Release the process groups; models cannot run after this."""

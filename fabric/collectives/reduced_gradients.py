@@ -1,0 +1,121 @@
+"""Warnings of gradients that pass through tensors which `reduce.py` reduced in place.
+
+A backward treats such a tensor as this rank's own. That is right for a mean, which DDP averages, if losses of
+all ranks have the same gradient of it; and for a sum that only reports the loss: its gradient is a constant.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core._torch import node_number
+from fabric.core.backward_listeners import add_backward_listener
+from fabric.core.source import user_line
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import RanksDifferWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from fabric.collectives.channel import Channel
+
+_MAX_GRADIENTS = 64
+"""Largest number of gradients of means that are recorded."""
+
+
+def watch_gradients(leaves: list[Any], label: str, is_mean: bool, channel: Channel) -> None:
+    """Warn in a backward that passes through tensors, before they are reduced in place, or record for
+    `compare_mean_gradients`.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+            continue
+        line = user_line()
+        if is_mean:
+            if (found := channel.mean_gradients) is not None and len(found) < _MAX_GRADIENTS:
+                leaf.register_hook(partial(_record, found, label, line))
+        elif leaf.dim():
+            leaf.register_hook(lambda grad, line=line: _warn(label, line))
+        else:
+            leaf.register_hook(ReducedNumber(leaf, label, line).warn)
+
+
+def _record(found: list[Any], label: str, line: str, grad: Tensor) -> None:
+    grad = torch.view_as_real(grad.detach()) if grad.is_complex() else grad.detach()
+    found.append((label, line, grad.sum(), grad.abs().sum()))
+
+
+def compare_mean_gradients(by_rank: Sequence[Sequence[tuple[str, str, float, float]]]) -> None:
+    """Warn if the gradients of means in place differ between ranks, or reached some ranks alone."""
+    longest = max(by_rank, key=len)
+    for index, (label, line, *_) in enumerate(longest):
+        rows = [found[index][2:] if index < len(found) else (0.0, 0.0) for found in by_rank]
+        size = max([abs(number) for row in rows for number in row])  # of a sum that cancels, too
+        pairs = [pair for row in rows for pair in zip(row, rows[0], strict=True)]
+        if any([abs(number - first) > 1e-4 * size for number, first in pairs]):  # not of nan
+            _warn(label, line)
+            return
+
+
+class ReducedNumber:
+    """A backward listener for a number that was reduced in place: the loss itself, for a log, or a statistic.
+
+    Its hook holds it. Where the loss is linear in the number, its gradient does not depend on the value.
+    """
+
+    def __init__(self, number: Tensor, label: str, line: str) -> None:
+        self._node = node_number(number.grad_fn)
+        self._label, self._line, self._is_linear = label, line, True
+        add_backward_listener(self)
+
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Find out how the loss depends on the number, and run the backward."""
+        roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
+        nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+        self._is_linear = self._node in _linear(nodes)
+        run(tensors, *args, **kwargs)
+
+    def after_nested_pass(self) -> None:
+        """Do nothing: a nested pass is a part of the loss."""
+
+    def warn(self, grad: Tensor) -> None:
+        """Hook: warn if the gradient depends on the value."""
+        if not self._is_linear:
+            _warn(self._label, self._line)
+
+
+def _linear(nodes: list[Any]) -> set[int]:
+    """Return the numbers of the nodes in which the results of `nodes` are linear."""
+    seen: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node_number(node) in seen:
+            continue
+        seen.add(node_number(node))
+        kind, after = type(node).__name__, [each for each, _ in node.next_functions]
+        by_constant = (kind == "MulBackward0" and None in after) or (
+            kind == "DivBackward0" and after[1] is None
+        )
+        if kind in _LINEAR or by_constant:
+            nodes += after
+    return seen
+
+
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
+    "UnsqueezeBackward0", "CloneBackward0", "SumBackward0", "MeanBackward0", "StackBackward0",
+}  # fmt: skip
+
+
+def _warn(label: str, line: str) -> None:
+    rank_zero_warn(
+        f"A gradient passed through {label} ({line}), which is not differentiable: each rank gets that of "
+        "its own part, not that of the result. Write sync_grads=True in this call, or reduce x.detach() if "
+        "no gradient is needed.",
+        category=RanksDifferWarning,
+    )

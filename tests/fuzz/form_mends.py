@@ -1,0 +1,159 @@
+"""Mends of what `forms.py` shows, taken back, as in `mends.py`: found within 10 programs of their kind."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+from mends import DDP, SPLIT, Mend
+
+
+def rewrite(owner: object, name: str, old: str, new: str = "") -> None:
+    """Replace text in a function of the package, once in each process."""
+    function = getattr(owner, name)
+    if function.__code__.co_filename == "undone":
+        return
+    source = textwrap.dedent(inspect.getsource(function))
+    if old not in source:
+        raise ValueError(f"{name} has no text {old!r}.")
+    names: dict[str, object] = {}
+    exec(compile(source.replace(old, new), "undone", "exec"), function.__globals__, names)
+    setattr(owner, name, names[name])
+
+
+FORM_MENDS = {
+    "means over unequal numbers of labels are warned of": Mend(
+        """
+import fabric.replicas.check as check
+check.compare_rows = lambda *_, **__: None
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="labels",
+    ),
+    "gradients through reductions in place are warned of": Mend(
+        """
+import fabric.collectives.reduce as reduce
+reduce.watch_gradients = lambda *_: None
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="reduced",
+    ),
+    "torch.autograd.grad is reported by any name": Mend(
+        """
+import torch
+import fabric.core.backward_listeners as listeners
+def after_grads(call):
+    grad = torch.autograd.grad
+    def reported(outputs, inputs, *args, **kwargs):
+        inputs = inputs if isinstance(inputs, (dict, torch.Tensor)) else tuple(inputs)
+        grads = grad(outputs, inputs, *args, **kwargs)
+        call([inputs] if isinstance(inputs, torch.Tensor) else [*inputs], grads)
+        return grads
+    torch.autograd.grad = reported
+if listeners.after_grads.__name__ != "undone":
+    listeners.after_grads, after_grads.__name__ = after_grads, "undone"
+""",
+        ("ddp", "ddp-copies", "zero1"),
+        kind="grad",
+    ),
+    "compiled steps run listeners uncompiled": Mend(
+        """
+from form_mends import rewrite
+import fabric.core.backward_listeners as listeners
+rewrite(listeners, "_with_listeners", "if torch.compiler.is_compiling()", "if False")
+rewrite(listeners, "_before_step", "if torch.compiler.is_compiling()", "if False")
+""",
+        (*DDP, *SPLIT),
+        "",
+        "compiled",
+    ),
+    "sparse embeddings of sharded models are refused": Mend(
+        """
+from form_mends import rewrite
+from fabric.strategies.fsdp.fully_shard import FullyShard
+rewrite(FullyShard, "_check_parameters", "weight is not None and", "False and")
+""",
+        SPLIT,
+        "parse",
+        "sparse",
+    ),
+    "losses of recurrent numbers are not followed to their end": Mend(
+        """
+from form_mends import rewrite
+import fabric.data.unequal as unequal
+unequal._MAX_DEPTH = 10**6
+""",
+        ("ddp", "zero1", "fsdp"),
+        kind="terms",
+    ),
+    "a rank with a term of its own is not compared": Mend(
+        """
+from form_mends import rewrite
+import fabric.data.unequal as unequal
+import fabric.replicas.check as check
+rewrite(unequal, "compare_rows", "and len({*terms}) == 1")
+check.compare_rows = unequal.compare_rows
+""",
+        ("ddp", "zero1", "fsdp"),
+        kind="terms",
+    ),
+    "parameters that were frozen at setup are refused later": Mend(
+        """
+from form_mends import rewrite
+from fabric.strategies.ddp.replicate import Replicate
+rewrite(Replicate, "around_pass", "p is not None and p.requires_grad]", "False]")
+""",
+        ("ddp", "ddp-copies", "zero1"),
+        kind="unfrozen",
+    ),
+    "a short last batch is warned of": Mend(
+        """
+import fabric.replicas.check as check
+check.warn_of_last_batch = lambda *_: None
+""",
+        ("ddp", "zero1", "fsdp"),
+        kind="batches",
+    ),
+    "numbers that were reduced in place are watched": Mend(
+        """
+import fabric.collectives.reduced_gradients as gradients
+gradients.ReducedNumber.warn = lambda self, grad: None
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="reduced",
+    ),
+    "gradients of means in place are compared": Mend(
+        """
+import fabric.data.unequal as unequal
+unequal.compare_mean_gradients = lambda by_rank: None
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="reduced",
+    ),
+    "what a loop makes of its gradients is compared, too": Mend(
+        """
+from form_mends import rewrite
+from fabric.strategies.ddp.replica_state import ReplicaState
+rewrite(ReplicaState, "is_unsynced", "any(replaced) or")
+""",
+        ("ddp", "ddp-copies", "zero1"),
+        kind="grad",
+    ),
+    "torch.autograd.grad of shards is refused": Mend(
+        """
+from fabric.strategies.sharding.sharded import FSDP2Runtime
+FSDP2Runtime.after_grad = lambda *_: None
+""",
+        SPLIT,
+        "not have been used in the graph",
+        "grad",
+    ),
+    "the first rank of a process group warns": Mend(
+        """
+from fabric.utilities.rank_zero import rank_zero_only
+type(rank_zero_only).warning_rank = property(lambda self: 0, lambda self, rank: None)
+""",
+        ("ddp-group", "zero1-group"),
+        kind="batches",
+    ),
+}
