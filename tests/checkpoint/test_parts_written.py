@@ -7,12 +7,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from machine import needs_torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.core.errors import MissingExtraError, UsageError
-from fabric.core.torch_versions import older_than
+from fabric.core.errors import UsageError
 
 NUMBERS = torch.arange(20.0, dtype=torch.float64).reshape(5, 4) / 7
 MASK = NUMBERS > 1
@@ -67,9 +65,6 @@ def layer() -> nn.Linear:
     return nn.Linear(4, 5).double()
 
 
-LATER = ["masked_fill_"]
-
-
 def written(strategy: str, names: list[str]) -> None:
     fabric = fabric_of(strategy)
     for name in names:
@@ -85,30 +80,7 @@ def written(strategy: str, names: list[str]) -> None:
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_writes_of_whole_tensors(ranks, strategy, world_size):
-    ranks.run(written, strategy, [name for name in WRITES if name not in LATER], world_size=world_size)
-
-
-@needs_torch("2.11", "an older one has no rule for masked_fill_ of split tensors")
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_writes_of_newer_torch(ranks, strategy, world_size):
-    ranks.run(written, strategy, LATER, world_size=world_size)
-
-
-def refused_write() -> str:
-    model = fabric_of("fsdp").setup(layer())
-    with torch.no_grad(), pytest.raises(MissingExtraError) as caught:
-        model.weight.masked_fill_(MASK, 3.0)
-    return str(caught.value)
-
-
-@pytest.mark.skipif(not older_than("2.11"), reason="this torch can")
-def test_writes_that_this_torch_cannot_do_name_the_one_that_can(ranks):
-    text = (
-        f"p.masked_fill_(...) of a parameter that is split over ranks needs torch 2.11 or newer, but "
-        f"{torch.__version__} is installed. Write into full = p.full_tensor(), then p.copy_(full)."
-    )
-    assert ranks.run(refused_write, world_size=2) == [text] * 2
+    ranks.run(written, strategy, [*WRITES], world_size=world_size)
 
 
 def gradients(strategy: str) -> None:

@@ -326,6 +326,18 @@ def test_views_have_the_number_of_their_memory() -> None:
         assert core.memory_of(one[2:]) == core.memory_of(one) != core.memory_of(other)
 
 
+def test_views_are_made_again_of_another_base() -> None:
+    """A write into a row of a sharded parameter is made in the gathered one."""
+    base, other = torch.zeros(4, 3), torch.zeros(4, 3)
+    for view in (base[1:][0], base.t()[2], base.view(-1)[3:5], base.chunk(3)[1]):
+        assert sharding.base_of(view) is base
+        sharding.view_of(view, other).add_(1)
+        view.add_(1)
+    assert sharding.base_of(base) is None
+    torch.testing.assert_close(other, base)
+    assert base.any()
+
+
 def _look_into_fsdp() -> list[bool]:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -347,6 +359,7 @@ def _look_into_fsdp() -> list[bool]:
             len(states) == 2 and [len(group.fsdp_params) for group in groups] == [2, 2],
             isinstance(weight, DTensor) and core.memory_of(weight) == core.memory_of(weight.to_local()),
             torch.ops.aten.is_same_size.default in sharding.dtensor_handlers(),
+            _became(weight.detach().clone(), weight),
         ]
     finally:
         dist.destroy_process_group()
@@ -354,7 +367,12 @@ def _look_into_fsdp() -> list[bool]:
 
 def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
     """Parts are those of the optimizer between calls; numbers and draws of DTensors are those of one rank."""
-    assert _look_into_fsdp() == [True] * 6
+    assert _look_into_fsdp() == [True] * 7
+
+
+def _became(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    sharding.become(copy, weight.detach() + 1)
+    return torch.equal(copy.full_tensor(), weight.full_tensor() + 1)  # type: ignore[attr-defined]
 
 
 def test_tensors_flatten_into_one() -> None:

@@ -25,6 +25,21 @@ def dtensor_handlers() -> Any:
     return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
 
 
+def base_of(tensor: Any) -> Any:
+    """Return the tensor that another one is a view of, or None."""
+    return tensor._base if tensor._is_view() else None
+
+
+def view_of(tensor: Any, base: Any) -> Any:
+    """Return the view of `base` that `tensor` is of its own base, which has the same shape."""
+    return tensor._view_func_unsafe(base)
+
+
+def become(tensor: Any, other: Any) -> None:
+    """Give a DTensor the shards and the placements of another one."""
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
 def fsdp_states(root: Any) -> list[Any]:
     """Return FSDP2's states of all modules below a root. They exist once the root is initialised."""
     return [*fsdp_state(root)._state_ctx.all_states]

@@ -6,28 +6,28 @@ All ranks of the mesh must make the calls that communicate.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
 
 from fabric.checkpoint.portable import LazyTensor, placeholder_of
 from fabric.core._torch import memory_of
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.torch_versions import older_than, require_torch
+from fabric.core.torch_versions import older_than
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import value_of
 from fabric.strategies.sharding._torch import dtensor_handlers
+from fabric.strategies.sharding.writes import WRITES, copied_base, is_plain_tensor, writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
-    from torch.optim import Optimizer
 
 
 def full_tree(tree: Any, keep: bool) -> Any:
@@ -82,7 +82,7 @@ def local_shards(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, An
     split = {
         key: target
         for key, value in state.items()
-        if _is_plain_tensor(value) and isinstance(target := targets.get(key), DTensor)
+        if is_plain_tensor(value) and isinstance(target := targets.get(key), DTensor)
     }
     for key, target in split.items():
         _same_shape(state[key], target, key)
@@ -109,10 +109,6 @@ def _read_part(full: LazyTensor, like: DTensor, local: Tensor) -> None:
         full.fill(local, like.__create_chunk_list__()[0].offsets)
 
 
-def _is_plain_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-
-
 def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's full state with this rank's shards of values that are sharded as their
     parameter.
@@ -129,7 +125,7 @@ def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
     """Return the shard of a `value` of the shape of `parameter`; other values unchanged."""
-    fits = _is_plain_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
+    fits = is_plain_tensor(value) and value.dim() > 0 and value.shape == parameter.shape
     return (
         local_shard(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
     )
@@ -138,22 +134,20 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
 _layouts: weakref.WeakSet[Any] = weakref.WeakSet()
 """Layouts whose models have DTensors as parameters."""
 
+_get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _FACTORIES = ("new_empty", "new_full", "new_ones", "new_zeros")
-
-_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "clamp_", "pow_", "masked_fill_")
-_WRITES = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_", *_OPERATORS)
-"""Methods that write element by element."""
 
 
 def patch_dtensor(layout: Any) -> None:
     """Patch DTensor operations to return the results of one process, or to raise. torch 2.13 does neither.
 
-    - `p.norm().item()` raises: torch silently returns the value of this rank's shard. Its rule for that
-      operation requires replicated tensors, and is not checked.
+    - `p.norm().item()` raises outside of an optimizer's step: torch silently returns the value of this
+      rank's shard. Its rule for that operation requires replicated tensors, and is not checked.
     - `nn.init` writes the values of one process: on a CPU torch draws the same numbers for each shard, and
       `eye_` writes a diagonal into each.
+    - `torch.randn_like(p)` and others draw the numbers of one process, for the same reason.
     - `p.new_zeros(2, 3)` of a parameter returns a plain tensor, as forwards use.
-    - `p.add_(t)` accepts a plain tensor of the full shape: each rank adds its shard of it.
+    - Methods that write in place write what they write on one process: see `writes.py`.
     - `p.data = t` and `p.grad.data = t` raise: torch silently changes nothing.
 
     Args:
@@ -176,18 +170,21 @@ def patch_dtensor(layout: Any) -> None:
             handlers.setdefault(aten.all.default, _all)
         for op in (*[fill.default for fill in fills], aten.bernoulli_.float, aten.eye.m_out):
             handlers.setdefault(op, _fill)
-    methods = {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(_WRITES, _write_full)}
-    for name, make in methods.items():
+        likes = aten.randn_like.default, aten.rand_like.default, aten.bernoulli.default, aten.bernoulli.p
+        for op in (*likes, aten.randint_like.default, aten.randint_like.low_dtype):
+            handlers.setdefault(op, _draw)
+    for name, make in {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(WRITES, writer)}.items():
         if name not in vars(DTensor):
             setattr(DTensor, name, make(name))
-    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[attr-defined, assignment]
+    DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if all([placement.is_replicate() for placement in tensor.placements]):
         return op(tensor.to_local())
-    if tensor.dtype is torch.bool:  # `if not mask.any()`: all ranks must take the same branch
+    # `if not mask.any()`: all ranks must take the same branch; and all ranks make the steps of an optimizer.
+    if tensor.dtype is torch.bool or _in_step():
         return op(tensor.full_tensor())
     where = ", ".join([str(placement) for placement in tensor.placements])
     raise UsageError(
@@ -197,18 +194,40 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _in_step() -> bool:
+    """Whether an optimizer's step is running in this thread."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+    return False
+
+
 def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].logical_not().any().full_tensor().logical_not()
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = kwargs.get("out", args[0])
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    full = _whole_like(tensor)
     if not full.is_meta:
         args, kwargs = map_tree(lambda one: full if one is tensor else one, (args, kwargs))
         op(*args, **kwargs)
         tensor.to_local().copy_(local_shard(full, tensor, "").to_local())
     return tensor
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return this rank's shard of a random tensor, which all ranks draw as one process does."""
+    like = args[0]
+    whole = like.full_tensor() if op is torch.ops.aten.bernoulli.default else _whole_like(like)
+    whole = op(whole, *args[1:], **kwargs)
+    placements = [Replicate() if one.is_partial() else one for one in like.placements]
+    return distribute_tensor(whole, like.device_mesh, placements, src_data_rank=None)
+
+
+def _whole_like(tensor: DTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
 
 
 def _plain_factory(name: str) -> Any:
@@ -223,23 +242,11 @@ def _plain_factory(name: str) -> Any:
     return make
 
 
-def _write_full(name: str) -> Any:
-    write = getattr(torch.Tensor, name)
-
-    @functools.wraps(write)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = [one for one in (*args, *kwargs.values()) if _is_plain_tensor(one) and one.dim()]
-        # A tensor that requires a gradient is an activation of this rank's data.
-        mixes = plain and not (torch.is_grad_enabled() and any([one.requires_grad for one in plain]))
-        try:
-            with implicit_replication() if mixes else nullcontext():
-                return write(self, *args, **kwargs)
-        except NotImplementedError:
-            instead = "Write into full = p.full_tensor(), then p.copy_(full)."
-            require_torch("2.11", f"p.{name}(...) of a parameter that is split over ranks", instead)
-            raise
-
-    return call
+def _data(self: Any) -> Any:
+    if copied_base(self) is None:
+        return _get_data(self)
+    with torch.no_grad():  # `p[0].data.zero_()` finds `p` by the view that `p[0]` is
+        return self.view_as(self)
 
 
 def _set_data(self: Any, value: Tensor) -> None:
