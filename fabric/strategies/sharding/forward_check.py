@@ -66,6 +66,7 @@ class ForwardCheck:
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
             if not trains:
+                self._layout.copies.check()
                 # Else an additional call on one rank would gather shards from before and after a change.
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"

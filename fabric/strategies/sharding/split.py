@@ -20,6 +20,8 @@ from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor
 from fabric.strategies.layout import Layout
+from fabric.strategies.sharding.copies import StateCopies
+from fabric.strategies.sharding.replaced import mark_replaced
 from fabric.utilities.init import has_meta_parameters, names_of_owners
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class DTensorLayout(Layout):
         self.policy: DtypePolicy | None = None
         self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
+        self.copies = StateCopies()
         self._remove_step_listener: Callable[[], None] | None = None
 
     @property
@@ -75,16 +78,17 @@ class DTensorLayout(Layout):
         """Context that records which new parameter replaces which old one, for `remap_parameters`."""
         # Weak references: full parameters are freed once they are sharded, unless an optimizer holds them.
         before = [
-            (m, name, id(p), weakref.ref(p))
-            for m in module.modules()
+            (m, name, f"{path}.{name}" if path else name, id(p), weakref.ref(p))
+            for path, m in module.named_modules()
             for name, p in m._parameters.items()
             if p is not None
         ]
         yield
-        for owner, name, key, old in before:
-            new = owner._parameters[name]
-            if new is not None and tensor_of(old) is not None and new is not tensor_of(old):
+        for owner, name, path, key, old in before:
+            new, kept = owner._parameters[name], tensor_of(old)
+            if new is not None and kept is not None and new is not kept:
                 self._replaced[key] = (old, weakref.ref(new))
+                mark_replaced(kept, path)
         self._models.append(weakref.ref(module))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -125,8 +129,10 @@ class DTensorLayout(Layout):
         """Check the parameters before a step of any optimizer of this process.
 
         Raises:
-            UsageError: It has parameters that setup replaced, and would train nothing.
+            UsageError: It has parameters that setup replaced, and would train nothing; or a state dict of a
+                model was written, and not loaded.
         """
+        self.copies.check()
         parameters = parameters_of(optimizer) if self._replaced else []
         stale = [tuple(p.shape) for p in parameters if self._current_parameter(p) is not p]
         if stale:
@@ -188,14 +194,17 @@ class DTensorLayout(Layout):
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """Return the full state dict on the CPU. All ranks must call this."""
+        self.copies.check()
         state: dict[str, Any] = module.state_dict()
         state.update(self.unshard_tree(dict(state)))
+        self.copies.add(module, state)
         return state
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load this rank's shards of a full state dict; a module on the meta device is assigned the
         tensors.
         """
+        self.copies.drop(module)
         if has_meta_parameters(module):
             return _assign(module, state, strict)
         from fabric.strategies.sharding.dtensors import local_shards

@@ -1,0 +1,92 @@
+"""Parameters that a loop kept from before setup, which replaced them by shards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import UsageError
+
+USES = {
+    "clip": lambda p, name: nn.utils.clip_grad_norm_(p.values(), 0.1),
+    "clip by value": lambda p, name: nn.utils.clip_grad_value_(list(p.values()), 0.1),
+    "decay": lambda p, name: p[name].data.mul_(0.9),
+    "decay in place": lambda p, name: torch.no_grad()(p[name].mul_)(0.9),
+    "average": lambda p, name: torch.zeros(8, 4).lerp_(p[name], 0.1),
+    "gradient": lambda p, name: p[name].grad,
+    "write a gradient": lambda p, name: setattr(p[name], "grad", None),
+    "write": lambda p, name: setattr(p[name], "data", torch.zeros(8, 4)),
+    "hook": lambda p, name: p[name].register_hook(print),
+    "freeze": lambda p, name: p[name].requires_grad_(False),
+    "attribute": lambda p, name: setattr(p[name], "requires_grad", False),
+    "copy": lambda p, name: copy.deepcopy(p[name]),
+}
+TEXT = (
+    "0.weight from before fabric.setup was used. setup replaced it by its shard, so nothing that is done "
+    "with it changes the model. Write params = list(model.parameters()) after setup, and for an optimizer "
+    "model, optimizer = fabric.setup(model, optimizer)."
+)
+
+
+def fabric_of(strategy: str) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def parts():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def errors(strategy: str) -> dict[str, str]:
+    fabric = fabric_of(strategy)
+    model = parts()
+    kept = dict(model.named_parameters())
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    found = {}
+    for what, use in USES.items():
+        with pytest.raises(UsageError) as caught:
+            use(kept, "0.weight")
+        found[what] = str(caught.value)
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_what_is_done_with_them_is_an_error(ranks, strategy):
+    for found in ranks.run(errors, strategy, world_size=2):
+        assert found == dict.fromkeys(USES, TEXT)
+
+
+def kept_and_right(strategy: str) -> None:
+    """Uses that read nothing of the values, and those of strategies that replace nothing."""
+    fabric = fabric_of(strategy)
+    model = parts()
+    kept, head = dict(model.named_parameters()), model[2]
+    weights = [p for name, p in kept.items() if "weight" in name]
+    groups = [{"params": weights, "lr": 0.2}, {"params": [kept["0.bias"], kept["2.bias"]]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    before = head.weight.detach().clone()
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(optimizer)
+    assert repr(kept["0.weight"])
+    assert sum(p.numel() for p in kept.values()) == 58
+    assert {p.shape: p.requires_grad for p in kept.values()}
+    assert len({*kept.values()}) == 4
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    if strategy == "ddp":
+        assert nn.utils.clip_grad_norm_(kept.values(), 0.1) > 0.1
+    optimizer.step()
+    now = head.weight.detach()
+    assert not torch.equal(getattr(now, "full_tensor", lambda: now)(), before)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_modules_sizes_and_optimizers_from_before_setup(ranks, strategy):
+    ranks.run(kept_and_right, strategy, world_size=2)
