@@ -202,11 +202,15 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
     """The leaves as tensors; numbers and numpy arrays become new ones on `device`, in torch's usual dtypes.
 
     Raises:
-        ArgumentTypeError: A leaf is neither a dense tensor nor a number.
+        ArgumentTypeError: A leaf is neither a dense tensor nor a number, or is split over ranks.
     """
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            if type(leaf) is not torch.Tensor and hasattr(leaf, "device_mesh"):
+                from fabric.collectives.frames import shard_error
+
+                raise shard_error(leaf, verb)
             if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
                 kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else str(leaf.layout)
                 kind = "on the meta device" if leaf.is_meta else kind

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core._torch import flatten_tensors
+from fabric.core.errors import ArgumentTypeError
 from fabric.core.tree import CONSTANTS
 
 if TYPE_CHECKING:
@@ -231,3 +232,12 @@ def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
 def for_bools(op: Any) -> Any:
     """The operation on truth values that a sum or a product of them means."""
     return {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}.get(op, op)
+
+
+def shard_error(tensor: Any, verb: str) -> ArgumentTypeError:
+    """Return the error for a DTensor: a verb would combine other parts of a tensor as if they were one."""
+    return ArgumentTypeError(
+        f"{verb} takes tensors that each rank has whole, but one of shape {list(tensor.shape)} is split over "
+        "ranks, such as a parameter of a sharded model or its gradient. fabric.backward has averaged that "
+        f"gradient already. Else write fabric.{verb.partition('(')[0]} of tensor.full_tensor(), on all ranks."
+    )

@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import struct
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +24,11 @@ from fabric.collectives.frames import (
     call_of,
     pack,
     packed_size,
+    shard_error,
     to_bytes,
     unpack,
 )
-from fabric.core.errors import ArgumentTypeError, RankError
+from fabric.core.errors import ArgumentTypeError, FabricError, RankError
 from fabric.core.job_secret import VARIABLE, secret_of_world
 from fabric.core.pickles import pickling_error
 
@@ -108,8 +110,16 @@ class PickledObject:
             torch.Tensor: reduce_tensor,
             Parameter: reduce_tensor,
         }
+        if (dtensors := sys.modules.get("torch.distributed.tensor")) is not None:
+
+            def refuse(tensor: Any) -> Any:
+                raise shard_error(tensor, verb)
+
+            pickler.dispatch_table[dtensors.DTensor] = refuse
         try:
             pickler.dump(obj)
+        except FabricError:
+            raise
         except Exception as error:
             name = name or f"a {type(obj).__name__}"
             raise ArgumentTypeError(

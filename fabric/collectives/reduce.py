@@ -101,6 +101,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         or guard is None
         or not guard.gathers_data
         or (dtype is not torch.float32 and dtype is not torch.float64)
+        or type(tensor) is not torch.Tensor
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or not tensor.is_cpu
