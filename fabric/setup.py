@@ -24,6 +24,7 @@ from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import recompile
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
+from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.init import MODEL_NAME, RANK_LOCAL, describe_module, has_meta_parameters, name_of
@@ -69,6 +70,8 @@ class SetupVerbs(RankFacts):
 
     _models = 0
     """Number of models that were set up."""
+    _begun_epochs: BegunEpochs | None = None
+    """Epochs of training since the last model was set up; None: nothing was set up."""
     _step_check: StepCheck | None = None
     _backward_checked = False
     """Whether a backward has checked for models and loaders that were not set up."""
@@ -124,6 +127,8 @@ class SetupVerbs(RankFacts):
         if not self._launched:
             self._require_launch("setup()")
         self._models += 1
+        self._begun_epochs = self._begun_epochs or BegunEpochs()
+        self._begun_epochs.restart()
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module, original = check_module(module, "fabric.setup", self._strategy)
@@ -398,6 +403,7 @@ class SetupVerbs(RankFacts):
         from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader
 
+        self._begun_epochs = self._begun_epochs or BegunEpochs()
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         seed = self._strategy.broadcast(seed)  # one order on all ranks, even if their seeds differ
         replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -425,4 +431,5 @@ class SetupVerbs(RankFacts):
             rank_group=rank_group,
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
             chose_uneven=uneven is not None,
+            begun=self._begun_epochs,
         )

@@ -130,4 +130,14 @@ class StepUndo:
             for value in flatten(held)[0]:
                 if isinstance(value, torch.Tensor) and not value.is_meta and id(value) not in self._values:
                     local = value.to_local() if hasattr(value, "to_local") else value
+                    if (
+                        local.layout is torch.strided
+                        and local.numel() > 0 == local.untyped_storage().nbytes()
+                    ):
+                        continue  # its memory was freed, as that of FSDP's gathered parameters
                     self._values[id(value)] = local.detach(), local.detach().to("cpu", copy=True)
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Whether a tensor has no memory, as FSDP's gathered parameters between calls: a copy is a SIGSEGV."""
+    return bool(tensor.layout is torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes())

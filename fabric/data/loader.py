@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fabric.data.adapters import LoaderAdapter
+    from fabric.data.epochs import BegunEpochs
     from fabric.data.rank_consistency import RankGroup
 
     Loader = DataLoader[Any]  # type checkers accept a set-up loader wherever a DataLoader is accepted
@@ -56,6 +57,7 @@ class _FabricDataLoader(Loader):
         rank_group: The ranks that compare and exchange positions. None: one rank.
         parts: Parts of the strategy; called at the begin and at the end of each epoch.
         chose_uneven: Whether the user chose what happens when samples do not divide by ranks.
+        begun: Epochs of other loaders of the same data; None: the first epoch is 0.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class _FabricDataLoader(Loader):
         rank_group: RankGroup | None = None,
         parts: Sequence[Any] = (),
         chose_uneven: bool = True,
+        begun: BegunEpochs | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = device
@@ -91,7 +94,8 @@ class _FabricDataLoader(Loader):
         self._lockstep = lockstep
         self._rank_group = rank_group
         self._parts, self._chose_uneven = parts, chose_uneven
-        self._epoch = 0
+        self._begun = begun
+        self._epoch = 0 if begun is None else begun.next_of(self._user_loader)
         self._iteration: _Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0
@@ -172,8 +176,11 @@ class _FabricDataLoader(Loader):
         if epoch != self._epoch:
             self.set_epoch(epoch)
         iteration, saved = _Iteration(epoch, self._parts), self._saved
-        if torch.is_grad_enabled() and not adapter.per_rank:
-            sharded_iterations.add(iteration)
+        if torch.is_grad_enabled():
+            if not adapter.per_rank:
+                sharded_iterations.add(iteration)
+            if self._begun is not None:
+                self._begun.note(self._user_loader, epoch)
         adapter.begin(epoch, saved)
         self._saved, self._iteration = None, iteration
         self._epoch += 1

@@ -27,6 +27,9 @@ value_of: Any = torch.ops.aten._local_scalar_dense.default
 FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that `fully_shard` sets on modules; `generate` of transformers detects FSDP by them."""
 
+STATE_KEYS = "__composable_api_state_key"
+"""Beginning of the names under which `fully_shard` keeps its states in the attributes of a module."""
+
 fsdp_state = methodcaller("_get_fsdp_state")
 """Return FSDP2's state of a module that `fully_shard` was called on."""
 

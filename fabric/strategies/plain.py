@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core._torch import is_fsdp
-from fabric.strategies._torch import FSDP_MARKS
+from fabric.strategies._torch import FSDP_MARKS, STATE_KEYS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,10 +78,10 @@ def _copy(key: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_users(key: str, value: Any) -> bool:
-    """Whether an attribute is the user's. torch's composable functions use keys that are no plain strings."""
-    if type(key) is not str or key in FSDP_MARKS or key.startswith("_fabric_"):
+    """Whether an attribute is the user's. In some versions of torch keys of states are no plain strings."""
+    if type(key) is not str or key in FSDP_MARKS or key.startswith(("_fabric_", STATE_KEYS)):
         return False
-    return not (key in ("forward", "_apply") and _is_foreign(value))
+    return not (key in ("forward", "_apply", "__deepcopy__") and _is_foreign(value))
 
 
 def _is_foreign(call: Any) -> bool:

@@ -242,3 +242,18 @@ def test_other_errors_end_the_search_on_all_ranks(ranks):
                 "took a batch of an iteration that had begun before. Its position cannot be restored. Write"
                 in text
             )
+
+
+def beside_freed_memory():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    other = nn.Linear(2, 1)
+    other.cache = torch.ones(1000)
+    other.cache.untyped_storage().resize_(0)  # a copy of it would end the process
+    with StepUndo(fabric.strategy):
+        pass
+    return other.cache.shape
+
+
+def test_tensors_whose_memory_was_freed_are_left_alone(ranks):
+    assert ranks.run(beside_freed_memory, world_size=1) == [torch.Size([1000])]

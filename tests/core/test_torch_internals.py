@@ -360,6 +360,7 @@ def _look_into_fsdp() -> list[bool]:
             isinstance(weight, DTensor) and core.memory_of(weight) == core.memory_of(weight.to_local()),
             torch.ops.aten.is_same_size.default in sharding.dtensor_handlers(),
             _became(weight.detach().clone(), weight),
+            any(str(key).startswith(strategies.STATE_KEYS) for key in vars(model)),
         ]
     finally:
         dist.destroy_process_group()
@@ -367,7 +368,7 @@ def _look_into_fsdp() -> list[bool]:
 
 def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
     """Parts are those of the optimizer between calls; numbers and draws of DTensors are those of one rank."""
-    assert _look_into_fsdp() == [True] * 7
+    assert _look_into_fsdp() == [True] * 8
 
 
 def _became(copy: torch.Tensor, weight: torch.Tensor) -> bool:

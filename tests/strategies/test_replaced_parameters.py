@@ -90,3 +90,27 @@ def kept_and_right(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_modules_sizes_and_optimizers_from_before_setup(ranks, strategy):
     ranks.run(kept_and_right, strategy, world_size=2)
+
+
+def copied(strategy: str) -> set[str]:
+    fabric = fabric_of(strategy)
+    model = fabric.setup_module(parts())
+    found = set()
+    for one in (model, model.module, nn.ModuleList([model])):
+        with pytest.raises(UsageError) as caught:
+            copy.deepcopy(one)
+        found.add(str(caught.value))
+    with fabric.whole(model) as plain:
+        if plain is not None:
+            assert copy.deepcopy(plain)(torch.ones(2, 4)).shape == (2, 2)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_a_copy_after_setup_names_the_copy_before_it(ranks, strategy):
+    text = (
+        "model 0 (Sequential) was copied after fabric.setup, and is split over ranks: a copy would share its "
+        "groups. Write average = copy.deepcopy(model) before setup, and average = "
+        "fabric.setup_module(average) after it."
+    )
+    assert ranks.run(copied, strategy, world_size=2) == [{text}] * 2

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of
+from fabric.core._torch import is_fsdp
 from fabric.core.backward_listeners import add_backward_listener, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
@@ -29,7 +30,7 @@ from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
-from fabric.utilities.init import names_of_owners
+from fabric.utilities.init import name_of, names_of_owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -165,6 +166,8 @@ class FSDP2Runtime(DTensorLayout):
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
+            if is_fsdp(part):  # torch's own error names no remedy
+                part.__dict__["__deepcopy__"] = partial(_refuse_copy, name_of(module))
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
         check_first_forward(module)
 
@@ -254,6 +257,19 @@ def _refuse_hook(name: str, hook: Any) -> None:
     raise UsageError(
         f"{name}.register_hook: {name} is split over ranks, and this hook would never run. Write "
         f"{name}.register_post_accumulate_grad_hook(hook), which gets the parameter with its averaged .grad."
+    )
+
+
+def _refuse_copy(name: str, memo: Any) -> Any:
+    """`copy.deepcopy` of a module of a sharded model.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"{name} was copied after fabric.setup, and is split over ranks: a copy would share its groups. "
+        "Write average = copy.deepcopy(model) before setup, and average = fabric.setup_module(average) after "
+        "it."
     )
 
 
