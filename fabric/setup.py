@@ -71,7 +71,7 @@ class SetupVerbs(RankFacts):
     _models = 0
     """Number of models that were set up."""
     _begun_epochs: BegunEpochs | None = None
-    """Epochs of training since the last model was set up; None: nothing was set up."""
+    """Epochs of training since the last model was set up; None: no loader was."""
     _step_check: StepCheck | None = None
     _backward_checked = False
     """Whether a backward has checked for models and loaders that were not set up."""
@@ -127,8 +127,6 @@ class SetupVerbs(RankFacts):
         if not self._launched:
             self._require_launch("setup()")
         self._models += 1
-        self._begun_epochs = self._begun_epochs or BegunEpochs()
-        self._begun_epochs.restart()
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module, original = check_module(module, "fabric.setup", self._strategy)
@@ -403,7 +401,7 @@ class SetupVerbs(RankFacts):
         from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader
 
-        self._begun_epochs = self._begun_epochs or BegunEpochs()
+        self._begun_epochs = self._begun_epochs or BegunEpochs(lambda: self._models)
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         seed = self._strategy.broadcast(seed)  # one order on all ranks, even if their seeds differ
         replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}

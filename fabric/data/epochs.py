@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class BegunEpochs:
@@ -13,22 +16,25 @@ class BegunEpochs:
     order of epoch 0 three times. Epochs count from the setup of a model on: each trial begins with epoch 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Callable[[], int]) -> None:
+        """Take a function that returns how many models were set up."""
+        self._models, self._seen = models, 0
         self._next: list[tuple[weakref.ref[Any], int]] = []
-        self._counts = False
 
-    def restart(self) -> None:
-        """Begin with epoch 0 again: a model was set up."""
-        self._next, self._counts = [], True
+    def _restart(self) -> None:
+        if self._models() != self._seen:
+            self._next, self._seen = [], self._models()
 
     def next_of(self, loader: Any) -> int:
         """Return the number of the first epoch of a new loader."""
+        self._restart()
         data = _root(loader)
         return next((epoch for ref, epoch in self._next if ref() is data), 0)
 
     def note(self, loader: Any, epoch: int) -> None:
         """Record that a loader begins an epoch of training."""
-        if not self._counts:
+        self._restart()
+        if not self._seen:
             return
         data = _root(loader)
         others = [(ref, number) for ref, number in self._next if ref() is not data and ref() is not None]

@@ -372,7 +372,7 @@ def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
 
 
 def _became(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    sharding.become(copy, weight.detach() + 1)
+    sharding.assign_shards(copy, weight.detach() + 1)
     return torch.equal(copy.full_tensor(), weight.full_tensor() + 1)  # type: ignore[attr-defined]
 
 

@@ -35,7 +35,7 @@ def view_of(tensor: Any, base: Any) -> Any:
     return tensor._view_func_unsafe(base)
 
 
-def become(tensor: Any, other: Any) -> None:
+def assign_shards(tensor: Any, other: Any) -> None:
     """Give a DTensor the shards and the placements of another one."""
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 

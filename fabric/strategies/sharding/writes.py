@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from fabric.core._torch import memory_of
 from fabric.core.tree import map_tree
-from fabric.strategies.sharding._torch import base_of, become, view_of
+from fabric.strategies.sharding._torch import assign_shards, base_of, view_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def writer(name: str) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any([one.is_partial() for one in self.placements]) and _may_write(self):
             # A norm or a mean that the ranks have not reduced yet: torch refuses to write into it.
-            become(self, self.redistribute(placements=[_reduced(one) for one in self.placements]))
+            assign_shards(self, self.redistribute(placements=[_reduced(one) for one in self.placements]))
         base = copied_base(self)
         if (by_position or base is not None) and _may_write(self):
             return _write_whole(self, self if base is None else base, write, args, kwargs)
