@@ -130,10 +130,7 @@ class StepUndo:
             for value in flatten(held)[0]:
                 if isinstance(value, torch.Tensor) and not value.is_meta and id(value) not in self._values:
                     local = value.to_local() if hasattr(value, "to_local") else value
-                    if (
-                        local.layout is torch.strided
-                        and local.numel() > 0 == local.untyped_storage().nbytes()
-                    ):
+                    if _is_freed(local):
                         continue  # its memory was freed, as that of FSDP's gathered parameters
                     self._values[id(value)] = local.detach(), local.detach().to("cpu", copy=True)
 

@@ -35,7 +35,7 @@ class FirstCall:
         digest: Returns a digest of tensors without a host sync.
     """
 
-    __slots__ = ("__weakref__", "call", "digest", "digests", "rows", "size")
+    __slots__ = ("__weakref__", "call", "digest", "digests", "rows", "sizes")
 
     def __init__(self, call: Callable[..., Any], digest: Callable[[list[Any]], Any]) -> None:
         self.call, self.digest = call, digest
@@ -43,17 +43,18 @@ class FirstCall:
         """Digests of the tensors of the first two calls; of none if Fabric shards the data."""
         self.rows: int | None = None
         """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
-        self.size = 0
-        """Rows of the first tensor, also if Fabric shards the data."""
+        self.sizes: list[int] = []
+        """Rows of the first tensor in the first two calls, also if Fabric shards the data."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and run the forward."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and len(self.digests) < _CALLS:
             leaves = flatten((args, kwargs))[0]
-            if self.rows is None:
+            if len(self.sizes) < _CALLS:
                 shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-                self.size = next((shape[0] for shape in shapes if shape), 0)
-                self.rows = 0 if sharded_iterations else self.size
+                self.sizes.append(next((shape[0] for shape in shapes if shape), 0))
+            if self.rows is None:
+                self.rows = 0 if sharded_iterations else self.sizes[0]
             plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
             if not (sharded_iterations or in_function_transform()) and any(
                 [leaf.numel() > 1 for leaf in plain]
@@ -78,11 +79,11 @@ class FirstRows:
         """As `FirstCall.digests`."""
         self.rows = 0
         """The rows recorded before `restore_forward`; 0: none."""
-        self.size = 0
-        """As `FirstCall.size`."""
-        self.loss: FirstLoss | None = FirstLoss()
-        self.terms: list[Term] = []
-        """The terms of the first loss."""
+        self.sizes: list[int] = []
+        """As `FirstCall.sizes`."""
+        self.loss: FirstLosses | None = FirstLosses()
+        self.losses: list[list[Term]] = []
+        """The terms of the first two losses."""
 
     def restore_forward(self, last: bool) -> None:
         """Restore the original forward, unless it was compiled: torch would compile the original again.
@@ -91,10 +92,12 @@ class FirstRows:
             last: Whether to do it also if only one batch was seen.
         """
         if self.loss is not None:
-            self.terms, self.loss = self.loss.terms, None
+            self.losses = self.loss.losses
+            if last:
+                self.loss = None
         model, first = self._model(), self._first()
         if first is not None:
-            self.rows, self.size, self.digests = first.rows or 0, first.size, first.digests
+            self.rows, self.sizes, self.digests = first.rows or 0, first.sizes, first.digests
             if len(first.digests) == 1 and not last:
                 return
             attributes, plain = {} if model is None else vars(model), first.call
@@ -122,18 +125,19 @@ class Term(NamedTuple):
         return value if math.isfinite(value) else 0.0
 
 
-class FirstLoss:
-    """A backward listener until the first synchronised backward, whose loss it records."""
+class FirstLosses:
+    """A backward listener until the second synchronised backward, which records the first two losses."""
 
     def __init__(self) -> None:
-        self.terms: list[Term] = []
+        self.losses: list[list[Term]] = []
         add_backward_listener(self)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
-        self.terms = _terms(roots[0].grad_fn) if is_loss else []
+        if len(self.losses) < _CALLS:
+            self.losses.append(_terms(roots[0].grad_fn) if is_loss else [])
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
@@ -243,7 +247,7 @@ _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
 
 
 def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool) -> None:
-    """Compare over ranks: rows of all models, the weight of an item in the first loss, the batches, gradients
+    """Compare over ranks: rows of all models, the weight of an item in two losses, the batches, gradients
     through means in place. Warn if what they make of it is not what one process does. All ranks must call
     this, after the second synchronised backward or later.
 
@@ -272,40 +276,52 @@ def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool
             _warn_of_same(model.name, replicas)
 
 
-class _Rows(NamedTuple):
-    """What ranks compare of the rows of first calls."""
+class _Compared(NamedTuple):
+    """Facts of rows and losses of the first calls that ranks compare."""
 
-    terms: int
-    """Number of terms of the first loss."""
-    weight: float
-    """The weight of an item in it; 0: unknown."""
-    size: int
-    """As `FirstCall.size`, of the first model that has one."""
+    terms: tuple[int, ...]
+    """Number of terms of each loss."""
+    weights: tuple[float, ...]
+    """The weight of an item in each; 0: unknown."""
+    sizes: tuple[int, ...]
+    """As `FirstCall.sizes`, of the first model that has some."""
     rows: tuple[int, ...]
     """Rows of each model."""
     is_sum: bool
     """Whether the first loss is a sum over rows."""
 
 
-def _rows_of(first: list[FirstRows]) -> _Rows:
-    terms, size = first[0].terms, next((each.size for each in first if each.size), 0)
-    weight = sum([term.weight() for term in terms])
-    return _Rows(len(terms), weight, size, tuple([each.rows for each in first]), _is_sum(terms, size))
+def _rows_of(first: list[FirstRows]) -> _Compared:
+    losses, sizes = first[0].losses, next((each.sizes for each in first if any(each.sizes)), [])
+    return _Compared(
+        terms=tuple(map(len, losses)),
+        weights=tuple([sum([term.weight() for term in terms]) for terms in losses]),
+        sizes=tuple(sizes),
+        rows=tuple([each.rows for each in first]),
+        is_sum=bool(losses and sizes) and _is_sum(losses[0], sizes[0]),
+    )
 
 
-def _compare_rows(by_rank: Sequence[_Rows]) -> None:
+def _compare_rows(by_rank: Sequence[_Compared]) -> None:
     """Warn if rows, or weights of items, differ between ranks."""
     unequal = [rows for rows in zip(*[of_rank.rows for of_rank in by_rank], strict=True) if all(rows)]
     unequal = [rows for rows in unequal if len({*rows}) > 1]
     for rows in unequal:
         _warn_of_unequal([*rows])
-    weights = [of_rank.weight for of_rank in by_rank]
-    # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal.
-    of_rows = [of_rank.weight * of_rank.size or of_rank.weight for of_rank in by_rank]
-    # A rank with a term of its own has another loss.
-    comparable = all(weights) and len({of_rank.terms for of_rank in by_rank}) == 1
-    if not unequal and comparable and _differ(weights) and _differ(of_rows):
-        _warn_of_weights(weights)
+    if unequal:
+        return
+    equal_sizes = len({of_rank.sizes for of_rank in by_rank}) == 1
+    for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
+        weights = [of_rank.weights[index] for of_rank in by_rank]
+        # A rank with a term of its own has another loss.
+        comparable = all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1
+        # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. Which
+        # rows a later loss is of is not known.
+        sizes = [of_rank.sizes[0] if of_rank.sizes else 0 for of_rank in by_rank]
+        of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
+        if comparable and (equal_sizes or not index) and _differ(weights) and _differ(of_rows):
+            _warn_of_weights(weights)
+            return
 
 
 def _is_sum(terms: list[Term], rows: int) -> bool:
@@ -324,7 +340,7 @@ def _warn_of_weights(weights: list[float]) -> None:
     """Warn of a loss that divides by numbers that differ between ranks."""
     counts = ", ".join([f"{1 / weight:g} on rank {rank}" for rank, weight in enumerate(weights)])
     rank_zero_warn(
-        f"The loss of the first backward divides by {counts}, as a mean over the tokens or labels of each "
+        f"The loss of a backward divides by {counts}, as a mean over the tokens or labels of each "
         "rank does (ignore_index, a mask, class weights). Gradients are averaged over ranks, so an item has "
         "more weight where there are fewer. Sum the losses of items, for example by "
         'cross_entropy(..., reduction="sum"), and write fabric.normalize_gradients(model, num_items) before '

@@ -20,13 +20,11 @@ from fabric.strategies.sharding._torch import assign_shards, base_of, view_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BY_POSITION = frozenset(
-    (
-        *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
-        *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "fill_diagonal_"),
-        *("tril_", "triu_", "cumsum_", "cumprod_", "renorm_"),
-    )
-)
+_BY_POSITION = {
+    *("__setitem__", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "fill_diagonal_"),
+    *("tril_", "triu_", "cumsum_", "cumprod_", "renorm_"),
+}
 """Methods whose result for an element depends on its place, or on other elements."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _NO_VALUES = (
@@ -40,8 +38,8 @@ _NO_VALUES = (
         "set_",
         "as_strided_",
     ),
-    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "apply_"),
-    *("map_", "map2_", "sparse_resize_", "sparse_resize_and_clear_"),
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "apply_", "map_", "map2_"),
+    *("sparse_resize_", "sparse_resize_and_clear_"),
 )
 """Methods that change something else than values, and those of Python functions."""
 WRITES = (
