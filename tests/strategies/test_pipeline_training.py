@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.core.errors import CollectiveMismatch
+from fabric.core.errors import CollectiveMismatch, UsageError
 from fabric.strategies import PipelineStrategy
 
 ROWS, STEPS = 8, 4
@@ -744,3 +744,17 @@ def test_weights_that_are_replaced_between_forward_and_backward(ranks):
 def test_weights_that_are_changed_before_activations_are_computed_again(ranks, changes, checkpoint):
     with pytest.raises(Exception, match=r" was changed between the forward and the .*checkpoint=\"never\""):
         ranks.run(replacing, 2, changes, checkpoint, world_size=2)
+
+
+def asked_for_gradients(allow_unused):
+    """The graph of a loss ends at the stages: there would be None, and a step that does nothing."""
+    fabric = start()
+    model = fabric.setup(plain_sequential())
+    loss = model(torch.ones(4, 6)).pow(2).mean()
+    with pytest.raises(UsageError, match=r"gradient of \S+weight, of a model in a pipeline"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_by_torch_autograd_grad_are_refused(ranks, allow_unused):
+    ranks.run(asked_for_gradients, allow_unused, world_size=2)

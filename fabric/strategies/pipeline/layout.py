@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fabric.collectives.channel import Channel
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core._torch import backward_pass
-from fabric.core.backward_listeners import add_step_listener
+from fabric.core.backward_listeners import add_backward_listener, add_step_listener
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
 from fabric.strategies._torch import call_after_backward
@@ -124,6 +124,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         topology = strategy.topology
         self.device, self.policy = topology.device, strategy.precision.policy
         self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
+        add_backward_listener(self)
         stages = self.stages_of(topology.world_size)
         self.mesh = make_data_parallel_mesh(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
@@ -209,6 +210,27 @@ class Pipeline(DataParallelMesh, PipelineStates):
         """Ids of the parameters of models as setup left them, and of free parameters."""
         set_up = [id(p) for model in self.models() for p in model.parameters()]
         return {*set_up, *(self.free_parameters.alive() if self.free_parameters else ())}
+
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a backward."""
+        run(tensors, *args, **kwargs)
+
+    def after_nested_pass(self) -> None:
+        """Do nothing: stages are no nested passes."""
+
+    def after_grad(self, inputs: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+        """Refuse gradients of parameters by `torch.autograd.grad`, whose graph ends at the stages.
+
+        Raises:
+            UsageError: The inputs have a parameter of a model.
+        """
+        asked = {id(tensor) for tensor in inputs}
+        for model in self.models():
+            for name in [name for name, p in model.named_parameters() if id(p) in asked]:
+                raise UsageError(
+                    f"torch.autograd.grad was asked for the gradient of {name}, of a model in a pipeline: the "
+                    "graph of a loss has no path to the stages. Write fabric.backward(loss), and read p.grad."
+                )
 
     def teardown(self) -> None:
         """Release the process groups; models cannot run after this."""
