@@ -23,6 +23,7 @@ from fabric.core.slices import find_slice, use_slice
 from fabric.launch.commands import run_commands
 from fabric.launch.rank_env import first_rank_env
 from fabric.launch.rank_logs import RankLogs
+from fabric.launch.rank_prefix import PREFIX_RANKS
 from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ _FOREIGN_OPTIONS = {
     "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
     "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
     "--master-addr": "--main-address", "--master_addr": "--main-address", "--master-port": "--main-port",
-    "--master_port": "--main-port", "--mixed-precision": "--precision", "--mixed_precision": "--precision",
+    "--master_port": "--main-port", "-l": "--prefix-ranks", "--label": "--prefix-ranks",
+    "--tag-output": "--prefix-ranks", "--mixed-precision": "--precision", "--mixed_precision": "--precision",
 }  # fmt: skip
 """Options of torchrun, mpirun and other launchers, with the equivalent of `fabric run`."""
 
@@ -134,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
+    run.add_argument("--prefix-ranks", action="store_true", help="begin each printed line with [rank 1]")
     run.add_argument("--report", metavar="DIR", help="record the run: each rank appends its steps to a file")
     run.add_argument("--verbose", action="store_true", help="print each setting and its source")
     for name in ("check", "consolidate", "doctor", "report", "plan"):
@@ -202,7 +205,9 @@ def _run(options: argparse.Namespace) -> int:
     logs = None
     if directory := options.log_dir or os.environ.get(LOG_DIR):
         logs = RankLogs(Path(directory))
-        variables["PYTHONUNBUFFERED"] = "1"  # Python buffers output to a pipe
+        variables |= {"PYTHONUNBUFFERED": "1", PREFIX_RANKS: ""}  # Python buffers output to a pipe
+    elif options.prefix_ranks:
+        variables[PREFIX_RANKS] = "1"
     return run_commands(argv, rank_env, listener, variables, "cli", logs=logs)
 
 

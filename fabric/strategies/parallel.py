@@ -25,6 +25,7 @@ from fabric.core.slices import PARTS, find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
 from fabric.launch.parent_death import mark_rank
+from fabric.launch.rank_prefix import prefix_output
 from fabric.launch.system import allow_open_files, private_sockets
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
@@ -184,6 +185,8 @@ class ParallelStrategy(Strategy):
         call this.
         """
         self._init_topology()
+        if self.topology.world_size > 1:
+            prefix_output(self.topology.rank)
         super().setup_environment()
 
     def _join_ranks(self) -> None:
