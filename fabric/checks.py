@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from functools import cache, wraps
-from numbers import Integral, Real
+from numbers import Real
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from fabric.core._torch import BatchNorm, is_underway
+from fabric.core.arguments import check_flags, check_limits
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -52,25 +53,28 @@ _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRand
 
 
 def explains_arguments(verb: str) -> Callable[[C], C]:
-    """Decorate a method: unknown arguments raise an error with the right ones."""
+    """Decorate a method: arguments that it does not take raise an error with the right ones."""
 
     def decorate(method: C) -> C:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return method(*args, **kwargs)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
-                    raise
-                from fabric.core.advice import argument_text
-
-                if (text := argument_text(verb, method, args[1:], kwargs)) is None:
-                    raise
-                raise ArgumentTypeError(text) from None
+            except TypeError:
+                explain_arguments(verb, method, args, kwargs)
+                raise
 
         return cast("C", call)
 
     return decorate
+
+
+def explain_arguments(verb: str, method: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise ArgumentTypeError if `method`, after a TypeError, does not take these arguments (with `self`)."""
+    from fabric.core.advice import argument_text
+
+    if (text := argument_text(verb, method, args, given)) is not None:
+        raise ArgumentTypeError(text) from None
 
 
 def check_not_set_up(objects: tuple[Any, ...], kind: type, verb: str) -> None:
@@ -285,7 +289,7 @@ def check_loggers(given: Any) -> list[Any]:
 def check_callbacks(given: Any) -> list[Any]:
     """Return the callbacks in a list; raises ArgumentTypeError for one that defines no method."""
     for one in (callbacks := _as_list(given)):
-        if isinstance(one, type | str | Real | FunctionType | BuiltinFunctionType):
+        if one is None or isinstance(one, type | str | Real | FunctionType | BuiltinFunctionType):
             raise ArgumentTypeError(
                 f"callbacks={one!r:.60} has no methods that fabric.call(name) could call. Write a class with "
                 "a method such as on_train_epoch_end, and pass an object of it."
@@ -307,7 +311,17 @@ def warn_of_no_logger() -> None:
 
 
 def check_path(path: Any, verb: str) -> None:
-    """Raise ConfigurationError if a path is empty."""
+    """Raise unless `path` can be a path.
+
+    Raises:
+        ArgumentTypeError: It is a model, an optimizer or a dictionary.
+        ConfigurationError: It is empty.
+    """
+    if isinstance(path, Module | Mapping) or hasattr(path, "param_groups"):
+        what = "model" if verb == "fabric.load_raw" else '{"model": model}'
+        raise ArgumentTypeError(
+            f"{verb} needs a path, but got {type(unwrap(path)).__name__}. Write {verb}(path, {what})."
+        )
     if not str(path):
         raise ConfigurationError(f'{verb}: the path is empty. Write {verb}("checkpoint.pt", state).')
 
@@ -325,27 +339,31 @@ def check_load(path: Any, state: Any, strict: Any) -> None:
             f"fabric.load needs a dictionary, but got {type(unwrap(state)).__name__}. Write "
             'fabric.load(path, {"model": model}), or fabric.load_raw(path, model) for a bare state dict.'
         )
-    if not isinstance(strict, bool):
-        raise ArgumentTypeError(f"fabric.load: strict={strict!r} must be True or False.")
+    check_flags("fabric.load", strict=strict)
 
 
-def check_clipped(module: Any, optimizer: Any, others: Iterable[Module]) -> None:
-    """Raise unless `module` is a model, and `optimizer` holds none of `others` alone.
+def check_clipped(module: Any, optimizer: Any, limits: Mapping[str, Any], others: Iterable[Module]) -> None:
+    """Raise unless `module` is a model, `optimizer` holds none of `others` alone, and there is one limit.
+
+    Args:
+        module: The model.
+        optimizer: Its optimizer.
+        limits: clip_val, max_norm and norm_type.
+        others: All models that are set up.
 
     Raises:
-        ArgumentTypeError: Not a model, or not an optimizer.
-        ConfigurationError: The optimizer is that of another model.
+        ArgumentTypeError: Not a model, or not an optimizer; or a limit is not a number.
+        ConfigurationError: The optimizer is that of another model; both limits, none or a negative one.
     """
-    if not isinstance(module, Module):
-        raise ArgumentTypeError(
-            f"fabric.clip_gradients needs the model, but got {type(module).__name__}. Write "
-            "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
-        )
-    if not hasattr(optimizer, "param_groups"):
-        raise ArgumentTypeError(
-            f"fabric.clip_gradients needs the model's optimizer, but got {type(optimizer).__name__}. Write "
-            "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
-        )
+    kinds = {"the model": (module, isinstance(module, Module))}
+    kinds["the model's optimizer"] = (optimizer, hasattr(optimizer, "param_groups"))
+    for what, (given, right) in kinds.items():
+        if not right:
+            raise ArgumentTypeError(
+                f"fabric.clip_gradients needs {what}, but got {type(given).__name__}. Write "
+                "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
+            )
+    check_limits(**limits)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not held.isdisjoint(map(id, module.parameters())):
         return
@@ -384,34 +402,16 @@ def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the torchmetrics among values to be logged, by name.
 
     Raises:
-        ArgumentTypeError: A name is not a str.
+        ArgumentTypeError: Not a dictionary, or a name is not a str.
     """
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(
+            f"fabric.log_dict needs a dictionary, but got {type(values).__name__}. Write "
+            'fabric.log_dict({"loss": loss}), or fabric.log("loss", loss).'
+        )
     if odd := [name for name in values if not isinstance(name, str)]:
         kind = type(odd[0]).__name__
         raise ArgumentTypeError(
             f'{odd[0]!r} ({kind}) is not a name: logged values need a str. Write fabric.log("loss", value).'
         )
     return {name: value for name, value in values.items() if is_metric(value)}
-
-
-def item_count(value: Any, verb: str) -> int | float:
-    """Return a number of items as a Python number; for a tensor on a device the host waits.
-
-    Raises:
-        ArgumentTypeError: Neither a real number nor a tensor with one.
-        ConfigurationError: Negative, not finite, or too large for 64 bits.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentTypeError(
-            f"{verb} needs num_items as a number or a one-element tensor, but got {value!r}. "
-            f"Count the items of all micro-batches of the step on this rank: num_items += mask.sum()"
-        )
-    count = int(value) if isinstance(value, Integral) else float(value)
-    if not 0 <= count < 2**63:
-        raise ConfigurationError(
-            f"{verb}: num_items={count} is not a number of items: it must be 0 or more, finite, and less "
-            f"than 2**63. Count the items of all micro-batches of the step on this rank."
-        )
-    return count

@@ -21,13 +21,13 @@ from fabric.checks import (
     check_not_set_up,
     check_schedule,
     explains_arguments,
-    item_count,
     raw_iterations,
     record_raw_iterations,
     warn_if_not_set_up,
 )
+from fabric.core.arguments import item_count
 from fabric.core.compile import eager
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
 from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
@@ -197,10 +197,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             UsageError: The loss requires no gradient, has several elements, or its graph was freed.
         """
         if not isinstance(tensor, torch.Tensor):
-            found = f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}"
-            if isinstance(tensor, dict) and "loss" in tensor:
-                raise ArgumentTypeError(f'{found}. Write fabric.backward(out["loss"]).')
-            raise ArgumentTypeError(f"{found}. Write fabric.backward(loss) without .item().")
+            from fabric.core.advice import loss_kind_text
+
+            raise ArgumentTypeError(loss_kind_text(tensor))
         strategy = self._strategy
         if raw_iterations or not self._backward_checked:
             self._require_launch("backward()")
@@ -226,6 +225,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         finally:
             gate.open = False
 
+    @explains_arguments("fabric.clip_gradients")
     @eager
     def clip_gradients(
         self,
@@ -251,23 +251,20 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             The total norm before clipping, a tensor of shape (), if `max_norm` was given.
 
         Raises:
-            ConfigurationError: Both limits, or neither; the optimizer is that of another model.
-            ArgumentTypeError: `module` is not a model, or `optimizer` not an optimizer.
+            ConfigurationError: Both limits, or neither, or a negative one; the optimizer is that of another
+                model.
+            ArgumentTypeError: `module` is not a model, `optimizer` not an optimizer, or a limit not a number.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. On a
                 device the next call checks it, so that the host does not wait.
             UsageError: The gradients are unsynchronised: no backward outside of `no_backward_sync` followed.
         """
-        if (clip_val is None) == (max_norm is None):
-            raise ConfigurationError(
-                f"clip_gradients needs one limit, but got clip_val={clip_val!r} and max_norm={max_norm!r}. "
-                f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
-            )
         module, optimizer = unwrap(module), unwrap(optimizer)
-        if (id(module), id(optimizer)) not in self._clipped:
-            check_clipped(module, optimizer, self._strategy.modules)
+        limits = {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type}
+        if (clip_val is None) == (max_norm is None) or (id(module), id(optimizer)) not in self._clipped:
+            check_clipped(module, optimizer, limits, self._strategy.modules)
             self._clipped.add((id(module), id(optimizer)))
         for clipping in self._strategy.hooks["clipping"]:
-            clipping(optimizer, {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type})
+            clipping(optimizer, limits)
         if clip_val is not None:
             return self._strategy.clip_gradients_value(module, optimizer, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
@@ -309,6 +306,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             strategy.abort_call("normalize_gradients", error)
         return strategy.normalize_gradients(unwrap(module), count, unwrap(optimizer))
 
+    @explains_arguments("fabric.autocast")
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which operations outside `forward` run in the strategy's precision."""
         return self._strategy.precision.forward_context()
@@ -352,6 +350,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         self._require_launch("find_batch_size()")
         return use_slice("batch size").find_batch_size(self._strategy, step, start, global_batch)  # type: ignore[no-any-return]
 
+    @explains_arguments("fabric.to_device")
     def to_device(self, obj: Any) -> Any:
         """`obj` on this process's device: a module (moved in place), a tensor, or a nesting of tensors."""
         if isinstance(obj, torch.nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fabric.core.errors import NoLoggerError, UsageError
+from fabric.core.errors import ArgumentTypeError, NoLoggerError, UsageError
 from fabric.core.slices import use_slice
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -158,6 +158,11 @@ class RankFacts:
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`."""
+        if not isinstance(hook_name, str):
+            raise ArgumentTypeError(
+                f"fabric.call needs the name of a method, but got {hook_name!r:.60}. Write "
+                'fabric.call("on_train_epoch_end").'
+            )
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:

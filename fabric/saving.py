@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.checks import check_load, check_path
+from fabric.checks import check_load, check_path, explains_arguments
+from fabric.core.arguments import check_flags
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.slices import use_slice
 from fabric.facts import RankFacts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 class CheckpointVerbs(RankFacts):
     """save, load, load_raw, save_latest, load_latest. All ranks must make each call."""
 
+    @explains_arguments("fabric.save")
     def save(
         self,
         path: PathLike,
@@ -72,6 +74,7 @@ class CheckpointVerbs(RankFacts):
             options["allow_pickle"] = True
         return self._strategy.save_checkpoint(path, state, filter=filter, **options)
 
+    @explains_arguments("fabric.load")
     def load(
         self,
         path: PathLike,
@@ -106,6 +109,7 @@ class CheckpointVerbs(RankFacts):
         check_load(path, state, strict)
         return self._strategy.load_checkpoint(path, state, strict, weights_only)
 
+    @explains_arguments("fabric.load_raw")
     def load_raw(
         self,
         path: PathLike,
@@ -126,10 +130,12 @@ class CheckpointVerbs(RankFacts):
         Raises:
             FileNotFoundError: There is no such file or directory.
             DamagedCheckpointError: As for `load`.
-            ArgumentTypeError: `obj` has no state to load.
+            ArgumentTypeError: `obj` has no state to load, or is the first argument.
             UsageError: The state does not fit `obj`.
         """
         self._require_launch("load_raw()")
+        check_path(path, "fabric.load_raw")
+        check_flags("fabric.load_raw", strict=strict)
         if isinstance(obj, dict):
             raise ArgumentTypeError(
                 "load_raw(path, obj) takes one model or optimizer, but got a dict. Write fabric.load(path, "
@@ -137,6 +143,7 @@ class CheckpointVerbs(RankFacts):
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
+    @explains_arguments("fabric.save_latest")
     def save_latest(
         self, directory: PathLike, state: dict[str, Any], *, step: int, keep: int = 3, wait: bool = True
     ) -> Path | str:
@@ -163,6 +170,7 @@ class CheckpointVerbs(RankFacts):
         path: Path | str = use_slice("latest").save_latest(self._strategy, directory, state, step, keep, wait)
         return path
 
+    @explains_arguments("fabric.load_latest")
     def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
         """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks must call this.
 

@@ -20,6 +20,7 @@ from fabric.checks import (
     warn_of_batch_norm,
     warn_of_workers,
 )
+from fabric.core.arguments import check_flags
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import recompile
 from fabric.core.errors import UsageError
@@ -126,6 +127,8 @@ class SetupVerbs(RankFacts):
         """
         if not self._launched:
             self._require_launch("setup()")
+        if move_to_device is not True or replica_check is not True:
+            check_flags("fabric.setup", move_to_device=move_to_device, replica_check=replica_check)
         self._models += 1
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
@@ -147,6 +150,7 @@ class SetupVerbs(RankFacts):
         rest = [] if scheduler is None else [scheduler]
         return (wrapped, *views, *rest) if views or rest else wrapped
 
+    @explains_arguments("fabric.setup_module")
     def setup_module(
         self,
         module: M,
@@ -177,7 +181,8 @@ class SetupVerbs(RankFacts):
         self, first: O1, second: O2, /, *optimizers: Unpack[Rest], replica_check: bool = True
     ) -> tuple[O1, O2, Unpack[Rest]]: ...
 
-    def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:  # type: ignore[misc]
+    @explains_arguments("fabric.setup_optimizers")  # type: ignore[misc]
+    def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:
         """Set up optimizers whose models are set up by separate calls. All ranks must call this.
 
         Parameters that belong to no model get rank zero's values, and each backward averages their gradients.
@@ -219,6 +224,7 @@ class SetupVerbs(RankFacts):
         **options: Unpack[LoaderOptions],
     ) -> list[_FabricDataLoader]: ...
 
+    @explains_arguments("fabric.setup_dataloaders")
     def setup_dataloaders(
         self,
         *dataloaders: DataLoader[Any],
@@ -259,6 +265,8 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup_dataloaders()")
         check_not_set_up(dataloaders, DataLoader, "fabric.setup_dataloaders")
+        flags = {"use_distributed_sampler": use_distributed_sampler, "move_to_device": move_to_device}
+        check_flags("fabric.setup_dataloaders", **flags)
         if self._strategy.topology.world_size > 1:
             from fabric.data.fingerprints import check_same_data, fingerprint
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import metrics_among, warn_of_no_logger
+from fabric.checks import explain_arguments, explains_arguments, metrics_among, warn_of_no_logger
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.core.tree import map_tree
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def collective(verb: Verb) -> Verb:
-    """Wrap `verb`: require `launch`, and run as plain Python inside compiled functions (see `eager`)."""
+    """Wrap `verb`: require `launch`, explain wrong arguments, run as plain Python when compiled (`eager`)."""
     plain: Any = None
 
     @functools.wraps(verb)
@@ -39,11 +39,15 @@ def collective(verb: Verb) -> Verb:
         nonlocal plain
         if not self._launched:
             self._require_launch(f"{verb.__name__}()")
-        if "torch._dynamo" not in sys.modules:
-            return verb(self, *args, **kwargs)
-        if plain is None:
-            plain = torch.compiler.disable(verb)
-        return plain(self, *args, **kwargs)
+        try:
+            if "torch._dynamo" not in sys.modules:
+                return verb(self, *args, **kwargs)
+            if plain is None:
+                plain = torch.compiler.disable(verb)
+            return plain(self, *args, **kwargs)
+        except TypeError:
+            explain_arguments(f"fabric.{verb.__name__}", verb, (self, *args), kwargs)
+            raise
 
     return call  # type: ignore[return-value]
 
@@ -299,6 +303,7 @@ class CollectiveVerbs(RankFacts):
         """
         return use_slice("metrics").compute_metrics(metrics, *self._strategy.data_parallel_layout())
 
+    @explains_arguments("fabric.log")
     def log(
         self,
         name: str,
@@ -314,6 +319,7 @@ class CollectiveVerbs(RankFacts):
         """
         return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
+    @explains_arguments("fabric.log_dict")
     def log_dict(
         self,
         metrics: Mapping[str, Any],
@@ -340,7 +346,7 @@ class CollectiveVerbs(RankFacts):
             decisions by them are, too (early stopping, the best checkpoint). Others are this rank's values.
 
         Raises:
-            ArgumentTypeError: A name is not a str.
+            ArgumentTypeError: `metrics` is not a dictionary, or a name is not a str.
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
             ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
         """

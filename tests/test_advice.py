@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 import warnings
@@ -44,6 +45,14 @@ NAMES = {
     "end_training": "Delete the call: a job ends with its script.",
     "allreduce": "fabric.all_reduce(x)",
     "bariier": "Did you mean 'barrier'?",
+    "prepare_scheduler": "Schedulers need no setup: keep using yours.",
+    "manual_backward": "fabric.backward(loss)",
+    "broadcast_parameters": "it has already made all ranks equal",
+    "scaler": 'Fabric(precision="16-mixed")',
+    "global_step": "your own variable",
+    "train": "model.train()",
+    "fit": "your own loop",
+    "cuda": "fabric.to_device(batch)",
 }
 
 
@@ -85,6 +94,13 @@ ARGUMENTS = {
     "fsdp_plugin": "strategy=FSDPStrategy(...)",
     "devicez": "Did you mean devices=?",
     "qqq": "It takes accelerator, strategy, devices, num_nodes",
+    "fast_dev_run": "your own loop",
+    "deterministic": "torch.use_deterministic_algorithms(True)",
+    "compile": "fabric.setup(torch.compile(model), optimizer)",
+    "tp_size": "strategy=ModelParallelStrategy(parallelize_fn)",
+    "timeout": "strategy=DDPStrategy(timeout=timedelta(minutes=30))",
+    "rank": "Delete it: the launcher gives each process its rank.",
+    "model": "fabric.setup(model, optimizer)",
 }
 
 
@@ -133,10 +149,91 @@ def test_kinds_of_arguments_of_setup(fabric):
             call()
 
 
+VERBS = {
+    "setup_dataloaders(loader, shuffle=True)": "Write it in DataLoader(dataset, ...), before setup",
+    "setup_dataloaders(loader, use_distributed_sampler='no')": "sampler='no' must be True or False.",
+    "setup_module(model, optimizer)": "move_to_device=SGD must be True or False",
+    "setup_optimizers(model.parameters())": "got generator. Write for example torch.optim.Adam(",
+    "setup_optimizers(torch.amp.GradScaler('cpu'))": "scales the loss: delete the scaler",
+    "setup(model, None)": "got NoneType. Leave it out: fabric.setup(model).",
+    "setup()": "missing a required argument: 'module'. Its arguments are fabric.setup(module, *",
+    "load('a.pt', map_location='cpu')": "Delete it: values are loaded to the device of each object.",
+    "load(model, 'a.pt')": 'needs a path, but got Linear. Write fabric.load(path, {"model": model}).',
+    "save({}, 'a.pt')": 'needs a path, but got dict. Write fabric.save(path, {"model": model}).',
+    "save('a.pt')": "missing a required argument: 'state'. Its arguments are fabric.save(path, state, ",
+    "load_raw(model, 'a.pt')": "needs a path, but got Linear. Write fabric.load_raw(path, model).",
+    "load_raw('a.pt', model, strict='no')": "fabric.load_raw: strict='no' must be True or False.",
+    "all_reduce(1, op='sum')": 'Write reduce_op="sum", "mean"',
+    "broadcast(1, root=0)": "Write src=0, the global rank that sends.",
+    "all_gather(1, dim=0)": "fabric.all_gather(dim=...): there is no such argument. It takes data, group",
+    "agree()": "missing a required argument: 'value'. Its arguments are fabric.agree(value).",
+    "to_device('cpu', 1)": "too many positional arguments. Its arguments are fabric.to_device(obj).",
+    "autocast('bf16')": "too many positional arguments. Its arguments are fabric.autocast().",
+    "log({'loss': 1})": "missing a required argument: 'value'. Its arguments are fabric.log(name, value",
+    "log_dict('loss', 1)": 'got str. Write fabric.log_dict({"loss": loss}), or fabric.log("loss", loss).',
+    "call(print)": 'needs the name of a method, but got <built-in function print>. Write fabric.call("on_',
+    "clip_gradients(model, max_norm=1.0)": "missing a required argument: 'optimizer'",
+    "clip_gradients(model, optimizer, norm=1.0)": "Write max_norm=1.0 to scale the total norm",
+    "clip_gradients(model, optimizer, max_norm='1')": "max_norm='1' must be a number",
+    "clip_gradients(model, optimizer, max_norm=1.0, norm_type='l2')": "norm_type='l2' must be a number",
+    "clip_gradients(model, 1.0)": "needs the model's optimizer, but got float",
+    "backward((1,))": "got tuple. Write fabric.backward(sum(losses)).",
+    "backward(None)": "got NoneType. Return the loss from the function that computes it.",
+    "backward(model)": "Write loss = criterion(model(batch), target)",
+    "backward({'nll': 1})": 'Write fabric.backward(out["nll"]).',
+}
+
+
+@pytest.mark.parametrize("call", VERBS)
+def test_arguments_that_a_verb_does_not_take(fabric, call):
+    model, optimizer = pair()
+    names = {"fabric": fabric, "torch": torch, "model": model, "optimizer": optimizer}
+    names["loader"] = DataLoader(TensorDataset(torch.ones(2)))
+    with pytest.raises(ArgumentTypeError, match=re.escape(VERBS[call])):
+        eval(f"fabric.{call}", names)
+
+
+@pytest.mark.parametrize("limits", [{"max_norm": -1.0}, {"clip_val": float("nan")}])
+def test_limits_that_would_turn_gradients_around(fabric, limits):
+    ((name, value),) = limits.items()
+    with pytest.raises(ConfigurationError, match=rf"{name}={value!r} must be 0 or more\. Write clip_val=0.5"):
+        fabric.clip_gradients(*pair(), **limits)
+
+
+def test_a_type_error_of_the_users_own_code_stays(fabric):
+    class Odd(dict):
+        def items(self):
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine$"):
+        fabric.log_dict(Odd(loss=1.0))
+
+
+def test_each_advice_on_arguments_is_about_one_that_the_verb_does_not_have():
+    for verb, table in {"Fabric": advice._ARGUMENTS, **advice._VERBS}.items():
+        method = Fabric if verb == "Fabric" else getattr(Fabric, verb.removeprefix("fabric."))
+        names = [name for names in table.values() for name in names.split()]
+        assert len(names) == len({*names}), verb
+        known = inspect.signature(method).parameters.values()
+        assert {*names}.isdisjoint([one.name for one in known if one.kind is not one.VAR_POSITIONAL]), verb
+
+
+def test_a_checkpoint_given_to_load_raw(fabric, tmp_path):
+    model = fabric.setup(pair()[0])
+    fabric.save(tmp_path / "one.pt", {"net": model, "epoch": 1})
+    with pytest.raises(
+        UsageError, match=r"has 'net', 'epoch' where .* Write fabric.load\(path, {'net': model}"
+    ):
+        fabric.load_raw(tmp_path / "one.pt", model)
+    fabric.save(tmp_path / "two.pt", {"model": {"state_dict": model}})
+    with pytest.raises(UsageError, match=r"Give {'state_dict': model} in place of the model\."):
+        fabric.load(tmp_path / "two.pt", {"model": model})
+
+
 def test_what_cannot_be_a_logger_or_a_callback():
     with pytest.raises(ArgumentTypeError, match=r"loggers='tensorboard' has no log_metrics.*CSVLogger"):
         Fabric(accelerator="cpu", devices=1, loggers="tensorboard")
-    for given in (print, "x", 3, Fabric, lambda: 3):
+    for given in (print, "x", 3, None, Fabric, lambda: 3):
         with pytest.raises(ArgumentTypeError, match=r"has no methods that fabric\.call"):
             Fabric(accelerator="cpu", devices=1, callbacks=[given])
 

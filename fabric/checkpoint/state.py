@@ -239,6 +239,7 @@ class _Load:
         if isinstance(inner, torch.nn.Module):
             if not isinstance(value, dict):
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
+            _reject_nested(value, name)
             entries = module_entries(value, inner)
             result = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
             warn_if_unloaded(result, entries)
@@ -256,6 +257,20 @@ class _Load:
                 f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
                 f"to read plain data."
             )
+
+
+def _reject_nested(saved: dict[Any, Any], name: str) -> None:
+    """Raise UsageError if a module's state is not in `saved` but one level deeper."""
+    states = [key for key, value in saved.items() if isinstance(value, dict) and value]
+    tensors = [value for value in saved.values() if isinstance(value, torch.Tensor | LazyTensor)]
+    if not states or tensors or all([str(key).endswith("_extra_state") for key in states]):
+        return
+    held, deeper = ", ".join(map(repr, [*saved][:8])), f"{{{states[0]!r}: model}}"
+    write = f"Give {deeper} in place of the model." if name != "the object to load" else ""
+    raise UsageError(
+        f"The checkpoint has {held} where {name} is a module, and no tensors. "
+        f"{write or f'Write fabric.load(path, {deeper}).'}"
+    )
 
 
 def _advice(saved: dict[Any, Any], state: dict[Any, Any], place: str) -> str:

@@ -12,7 +12,8 @@ _ATTRIBUTES = {
     "model, optimizer = fabric.setup(model, optimizer), and loader = fabric.setup_dataloaders(loader)":
         "prepare",
     "model = fabric.setup_module(model)": "prepare_model wrap distributed_model",
-    "optimizer = fabric.setup_optimizers(optimizer)": "prepare_optimizer distributed_optimizer",
+    "optimizer = fabric.setup_optimizers(optimizer)":
+        "DistributedOptimizer distributed_optimizer prepare_optimizer",
     "loader = fabric.setup_dataloaders(loader)": "prepare_data_loader setup_dataloader process_dataloader",
     "fabric.global_rank": "rank get_rank process_index process_rank rank_id",
     "fabric.local_rank": "local_process_index get_local_rank",
@@ -24,7 +25,7 @@ _ATTRIBUTES = {
     "fabric.global_rank == fabric.world_size - 1": "is_last_process",
     "`with fabric.no_backward_sync(model, enabled=not last):` around the backward":
         "accumulate accumulation no_sync gradient_accumulation_steps",
-    "fabric.all_reduce(x)": "allreduce reduce reduce_mean average mean sum",
+    "fabric.all_reduce(x)": "allreduce average mean reduce reduce_dict reduce_mean sum",
     "fabric.all_gather(x)": "allgather gather_all",
     'fabric.all_gather(x, uneven="cat"), or fabric.compute_metrics(metric)':
         "gather_for_metrics pad_across_processes gather_uneven",
@@ -45,12 +46,29 @@ _ATTRIBUTES = {
     "`with fabric.rank_zero_first():`": "main_process_first local_main_process_first first",
     "Fabric(loggers=...) and fabric.log(name, value)": "get_tracker init_trackers trackers tracker",
     "fabric.log_dict({name: value})": "log_metrics log_all",
-    "fabric.to_device(batch)": "to move_to_device device_put",
+    "fabric.to_device(batch)": "cpu cuda device_put move_to_device send_to_device to",
+    "fabric.backward(loss)": "lomo_backward manual_backward",
+    "fabric.world_size > 1": "is_distributed use_distributed",
+    "fabric.setup(model, optimizer): it has already made all ranks equal":
+        "broadcast_optimizer_state broadcast_parameters",
+    "fabric.scatter(x), or torch.distributed.send and recv": "irecv isend recv send",
+    "`with fabric.autocast():`": "autocast_context maybe_autocast",
+    "Schedulers need no setup: keep using yours.": "prepare_scheduler",
+    'Fabric(precision="16-mixed"), under which fabric.backward and optimizer.step scale the loss':
+        "grad_scaler loss_scale optimizer_step_was_skipped scale scaler update_scaler",
+    "your own variable, which you pass as Fabric(precision=...)":
+        "mixed_precision native_amp precision use_amp use_bf16 use_fp16",
+    "your own variable: Fabric keeps no state of the loop":
+        "current_epoch epoch global_step lr_schedulers optimizers state train_dataloader trainer",
+    "your own loop: Fabric has none": "evaluate fit predict test validate",
+    "model(batch), model.train() or model.eval(): they stay as they are": "eval forward module train",
+    "parameter.requires_grad_(False) around the other model": "toggle_optimizer untoggle_optimizer",
+    "torch.cuda.empty_cache()": "clear_cache empty_cache",
     "loader.load_state_dict(state), which continues inside an epoch": "skip_first_batches",
     'fabric.setup_dataloaders(loader, uneven="drop")': "join join_uneven_inputs even_batches split_batches",
     "items[fabric.global_rank :: fabric.world_size]": "split_between_processes",
     "your own counter: `(i + 1) % n == 0` is the last micro-batch": "sync_gradients",
-    "fabric.seed_everything(seed)": "seed set_seed manual_seed",
+    "fabric.seed_everything(seed)": "manual_seed seed seed_all set_seed",
     "Delete the call: a job ends with its script.": "cleanup clear end_training finish free_memory",
     "fabric.strategy": "distributed_type backend",
     "fabric.profile(folder)": "profiler",
@@ -64,30 +82,68 @@ _ARGUMENTS = {
     'precision="bf16-mixed"':
         "amp amp_backend amp_level autocast bf16 dtype fp16 half mixed_precision use_amp",
     "loggers=...": "logger log_with trackers tracker",
-    "plugins=...": "plugin",
+    "plugins=...": "cluster_environment environment plugin",
     "callbacks=...": "callback",
     "num_nodes=...": "nodes nnodes num_machines",
     "strategy=...": "distributed_backend distributed_type accelerator_type",
     'strategy=DDPStrategy(process_group_backend="gloo")': "backend process_group_backend",
-    "strategy=DDPStrategy(find_unused_parameters=True)": "kwargs_handlers find_unused_parameters",
+    "strategy=DDPStrategy(find_unused_parameters=True)":
+        "ddp_kwargs find_unused_parameters kwargs_handlers static_graph",
+    "strategy=DDPStrategy(timeout=timedelta(minutes=30))": "ddp_timeout init_timeout timeout",
+    "strategy=ModelParallelStrategy(parallelize_fn)":
+        "device_mesh megatron_lm_plugin model_parallel_size parallelism_config tensor_parallel_size "
+        "torch_tp_plugin tp_plan tp_size",
     "strategy=FSDPStrategy(...)": "fsdp_plugin fsdp fsdp_config",
     "strategy=DeepSpeedStrategy(...)": "deepspeed_plugin deepspeed deepspeed_config",
     "`with fabric.no_backward_sync(model, enabled=not last):` around the backward":
         "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation_plugin",
     "fabric.clip_gradients(model, optimizer, max_norm=1.0) before the step":
-        "gradient_clip_val max_grad_norm",
-    "fabric.setup(..., move_to_device=False)": "device_placement",
+        "clip_grad_norm gradient_clip_algorithm gradient_clip_val max_grad_norm",
+    "fabric.setup(..., move_to_device=False)": "device_placement move_to_device",
+    "fabric.setup(model, optimizer) after fabric.launch()": "model module optimizer optimizers",
+    "fabric.setup(torch.compile(model), optimizer)": "compile compile_model dynamo_backend dynamo_plugin",
+    "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)":
+        "replace_sampler_ddp use_distributed_sampler",
+    "DataLoader(dataset, batch_size=...)": "batch_size num_workers shuffle",
+    "torch.backends.cudnn.benchmark = True": "benchmark cudnn_benchmark",
+    "torch.use_deterministic_algorithms(True)": "deterministic",
+    "torch.autograd.set_detect_anomaly(True)": "detect_anomaly",
+    "`with fabric.profile(folder):` around the loop": "profile profiler",
+    "`for batch in fabric.progress(loader):`": "enable_progress_bar progress_bar",
+    "Delete it: schedulers stay as they are.": "step_scheduler_with_optimizer",
+    "Delete it: the launcher gives each process its rank.": "global_rank init_method local_rank rank",
     'fabric.setup_dataloaders(loader, uneven="drop")': "even_batches split_batches dispatch_batches",
     "loggers=CSVLogger(root_dir)": "project_dir logging_dir project_config default_root_dir log_dir",
     "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup": "sync_batchnorm",
-    "fabric.seed_everything(seed)": "seed rng_types",
-    "your own loop: it decides when to stop": "max_epochs max_steps epochs",
+    "fabric.seed_everything(seed)": "rng_types seed use_seedable_sampler",
+    "your own loop: it decides how long to train, what to log and when to save":
+        "barebones check_val_every_n_epoch enable_checkpointing epochs fast_dev_run inference_mode "
+        "limit_train_batches limit_val_batches log_every_n_steps max_epochs max_steps max_time min_epochs "
+        "min_steps num_sanity_val_steps overfit_batches val_check_interval",
 }
-_SETUP = {
-    "fabric.setup(model, optimizer): optimizers are positional": "optimizer optimizers optim",
-    "fabric.setup(model, optimizer): the model is the first argument": "model net",
-    "loader = fabric.setup_dataloaders(loader)": "dataloader dataloaders loader loaders train_loader",
-    "fabric.setup(model, optimizer, scheduler=scheduler)": "lr_scheduler schedulers",
+_VERBS = {
+    "fabric.setup": {
+        "fabric.setup(model, optimizer): optimizers are positional": "optim optimizer optimizers",
+        "fabric.setup(model, optimizer): the model is the first argument": "model net",
+        "loader = fabric.setup_dataloaders(loader)": "dataloader dataloaders loader loaders train_loader",
+        "fabric.setup(model, optimizer, scheduler=scheduler)": "lr_scheduler schedulers",
+    },
+    "fabric.setup_dataloaders": {
+        "it in DataLoader(dataset, ...), before setup_dataloaders":
+            "batch_size collate_fn drop_last num_workers pin_memory sampler seed shuffle",
+        'uneven="drop", "pad", "exact" or "error"': "even_batches join split_batches",
+    },
+    "fabric.clip_gradients": {
+        "max_norm=1.0 to scale the total norm, or clip_val=0.5 to clamp each element":
+            "clip clip_grad gradient_clip_val grad_norm max_grad_norm norm value",
+    },
+    "fabric.load": {
+        "Delete it: values are loaded to the device of each object.": "device map_location",
+        'fabric.load(path, {"model": model})': "model module",
+    },
+    "fabric.save": {'fabric.save(path, {"model": model})': "model module obj"},
+    "fabric.all_reduce": {'reduce_op="sum", "mean", "min", "max" or "product"': "average op reduction"},
+    "fabric.broadcast": {"src=0, the global rank that sends": "from_process root root_rank"},
 }
 # fmt: on
 _TORCH = {
@@ -99,26 +155,41 @@ _TORCH = {
 def attribute_error(owner: Any, name: str) -> AttributeError:
     """Return the error for an attribute that `Fabric` lacks."""
     advice = _advice(_ATTRIBUTES, name)
-    close = get_close_matches(name, [one for one in dir(type(owner)) if not one.startswith("_")], n=1)
+    close = get_close_matches(name, [one for one in dir(type(owner)) if one[0] != "_"], n=1, cutoff=0.7)
     hint = _sentence(advice) if advice else f" Did you mean {close[0]!r}?" if close else ""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}.{hint}"
     return AttributeError(text, name=name, obj=owner)
 
 
 def argument_text(verb: str, method: Any, args: tuple[Any, ...], given: dict[str, Any]) -> str | None:
-    """Return the error text for arguments that `verb` does not take; None: they are not the cause."""
-    parameters = inspect.signature(method).parameters.values()
+    """Return the error text for arguments that `verb` does not take; None: they are not the cause.
+
+    Args:
+        verb: Its name in messages.
+        method: The function, whose first argument is `self`.
+        args: Positional arguments, with `self`.
+        given: Keyword arguments.
+    """
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        return None
+    parameters = [one for one in signature.parameters.values() if one.name != "self" and one.name[0] != "_"]
     known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_POSITIONAL]
-    table = _ARGUMENTS if verb == "Fabric" else _SETUP
+    table = _ARGUMENTS if verb == "Fabric" else _VERBS.get(verb, {})
     for name in given:
-        if name not in known and (verb == "Fabric" or not name.startswith("_")):
+        if name not in known:
             advice, close = _advice(table, name), get_close_matches(name, known, n=1)
-            every = ", ".join([one for one in known if one != "self" and one[0] != "_"])
-            hint = f" Did you mean {close[0]}=?" if close else f" It takes {every}."
+            hint = f" Did you mean {close[0]}=?" if close else f" It takes {', '.join(known)}."
             return f"{verb}({name}=...): there is no such argument.{_sentence(advice) if advice else hint}"
-    if verb == "Fabric" and args:
-        return f"Fabric({args[0]!r:.60}): arguments are keywords. Write for example Fabric(devices=2)."
-    return None
+    if verb == "Fabric":
+        return f"Fabric({args[1]!r:.60}): arguments are keywords. Write for example Fabric(devices=2)."
+    plain = [one.replace(annotation=one.empty) for one in parameters]
+    shown = signature.replace(parameters=plain, return_annotation=signature.empty)
+    return f"{verb}: {reason}. Its arguments are {verb}{shown}."
 
 
 def kind_advice(verb: str, wanted: str, given: Any) -> str:
@@ -127,10 +198,14 @@ def kind_advice(verb: str, wanted: str, given: Any) -> str:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
+    if given is None:
+        return f" Leave it out: {verb}(model)." if wanted == "Optimizer" else ""
     if isinstance(given, type):
         return f" This is the class itself: make an object of it, {given.__name__}(...)."
     if hasattr(given, "get_last_lr"):
         return " Schedulers need no setup: keep using yours."
+    if hasattr(given, "unscale_"):
+        return ' Fabric(precision="16-mixed") scales the loss: delete the scaler.'
     if isinstance(given, list | tuple | dict):
         each = "*optimizers" if wanted == "Optimizer" else "*loaders"
         if wanted == "Module":
@@ -145,7 +220,29 @@ def kind_advice(verb: str, wanted: str, given: Any) -> str:
         return " The model is the first argument: fabric.setup(model, optimizer)."
     if isinstance(given, Module) and wanted == "Optimizer":
         return " Set each model up by a call of its own, the model first: fabric.setup(model, optimizer)."
-    return ""
+    return {
+        "Module": " Write fabric.setup(model, optimizer).",
+        "Optimizer": " Write for example torch.optim.Adam(model.parameters()).",
+        "DataLoader": " Write fabric.setup_dataloaders(DataLoader(dataset, batch_size=...)).",
+    }.get(wanted, "")
+
+
+def loss_kind_text(given: Any) -> str:
+    """Return the error text for an argument of `fabric.backward` that is not a tensor."""
+    from torch.nn import Module
+
+    advice = "Write fabric.backward(loss) without .item()."
+    if isinstance(given, dict):
+        key = "loss" if "loss" in given else next(iter(given), "loss")
+        advice = f"Write fabric.backward(out[{key!r}])."
+        advice = advice.replace("'", '"')
+    elif isinstance(given, list | tuple):
+        advice = "Write fabric.backward(sum(losses))."
+    elif isinstance(given, Module):
+        advice = "Write loss = criterion(model(batch), target), and then fabric.backward(loss)."
+    elif given is None:
+        advice = "Return the loss from the function that computes it."
+    return f"fabric.backward needs the loss as a tensor, but got {type(given).__name__}. {advice}"
 
 
 def loss_text(loss: Any, error: RuntimeError, has_gradient: bool) -> str | None:

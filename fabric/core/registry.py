@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
@@ -130,14 +131,34 @@ class Registry:
 _INSTEAD = {
     "precision": {
         "'bf16-mixed' or 'bf16-true'": "bfloat16 torch.bfloat16",
-        "'16-mixed' or '16-true'": "amp float16 fp16 half torch.float16",
-        "'32-true'": "float32 fp32 no torch.float32",
+        "'16-mixed' or '16-true'": "16-bit amp float16 fp16 half mixed o1 o2 torch.float16",
+        "'32-true'": "float float32 fp32 full no none torch.float torch.float32",
         "'64-true'": "double float64 fp64 torch.float64",
+        "'float8'": "fp8",
+        "'32-true' and torch.set_float32_matmul_precision('high')": "tf32",
+        "plugins=TorchAOPrecision('int8-weights')": "8 int8",
+        "strategy='ddp'": "ddp",
+        "strategy='fsdp'": "fsdp",
+    },
+    "accelerator": {
+        "'cuda': torch for ROCm uses that name": "hip rocm",
+        "accelerator='cuda', devices=[0]": "cuda:0 gpu:0",
+        "strategy='ddp'": "ddp",
+        "strategy='fsdp'": "fsdp",
     },
     "strategy": {
-        "ModelParallelStrategy(parallelize_fn)": "tensor_parallel tp",
-        "FSDPStrategy(context_parallel=ContextParallel())": "context_parallel cp",
-        "'fsdp'": "fsdp1 fsdp2 fsdp_native fully_shard",
+        "accelerator='cpu'": "cpu",
+        "accelerator='gpu'": "cuda gpu",
+        "accelerator='cpu', strategy='ddp'": "ddp_cpu",
+        "precision='16-mixed'": "16-mixed fp16",
+        "precision='bf16-mixed'": "bf16 bf16-mixed",
+        "'ddp'": "data_parallel distributeddataparallel",
+        "'zero3'": "stage3 stage_3 zero-3 zero_3",
+        "'auto', or leave strategy= out": "none no",
+        "LocalSGDStrategy()": "hivemind localsgd",
+        "ModelParallelStrategy(parallelize_fn)": "2d 3d megatron model_parallel tensor_parallel tp",
+        "FSDPStrategy(context_parallel=ContextParallel())": "context_parallel cp sequence_parallel",
+        "'fsdp'": "fsdp1 fsdp2 fsdp_native fullyshardeddataparallel fully_shard fully_sharded",
         "'pipeline'": "pipeline_parallel pp",
         "'zero1', 'zero2' or 'zero3'": "zero",
         "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))": "diloco",
@@ -150,7 +171,8 @@ def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
     """Return the error text for an unknown name: similar names first, then all of them."""
     hint = did_you_mean(given, known)
     for instead, names in _INSTEAD.get(kind, {}).items():
-        hint = f" Write {kind}={instead}." if str(given).lower() in names.split() else hint
+        if str(given).lower() in names.split():
+            hint = f" Write {instead if re.match(r'[a-z]+=', instead) else f'{kind}={instead}'}."
     return f"{kind}={given!r} is not known.{hint} Known: {', '.join(known)}."
 
 

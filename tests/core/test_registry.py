@@ -93,6 +93,9 @@ def test_a_name_like_no_other_gets_no_guess():
         ("precision", "no", "'32-true'"),
         ("precision", torch.bfloat16, "'bf16-mixed' or 'bf16-true'"),
         ("precision", torch.float64, "'64-true'"),
+        ("precision", "float", "'32-true'"),
+        ("precision", "fp8", "'float8'"),
+        ("strategy", "zero-3", "'zero3'"),
         ("strategy", "tp", "ModelParallelStrategy(parallelize_fn)"),
         ("strategy", "context_parallel", "FSDPStrategy(context_parallel=ContextParallel())"),
         ("strategy", "DiLoCo", "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))"),
@@ -103,6 +106,22 @@ def test_names_of_other_libraries_say_what_to_write(kind, given, instead):
         Fabric(accelerator="cpu", devices=1, **{kind: given})
     shown = given.lower() if kind == "strategy" else given
     assert str(caught.value).startswith(f"{kind}={shown!r} is not known. Write {kind}={instead}. Known: ")
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "instead"),
+    [
+        ("strategy", "cpu", "accelerator='cpu'"),
+        ("strategy", "bf16-mixed", "precision='bf16-mixed'"),
+        ("precision", "ddp", "strategy='ddp'"),
+        ("accelerator", "ddp", "strategy='ddp'"),
+        ("accelerator", "cuda:0", "accelerator='cuda', devices=[0]"),
+    ],
+)
+def test_a_name_of_another_argument_says_which(argument, given, instead):
+    with pytest.raises(ConfigurationError) as caught:
+        Fabric(**{argument: given})
+    assert str(caught.value).startswith(f"{argument}={given!r} is not known. Write {instead}. Known: ")
 
 
 def test_names_of_other_libraries_belong_to_one_kind():
