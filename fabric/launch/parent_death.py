@@ -121,7 +121,7 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             return
         # Taken first: other ranks fail only after this one's exit, so their times are later.
         when = time.monotonic()
-        from fabric.launch.rank_exit import RankExit, deferred_traceback, describe
+        from fabric.launch.rank_exit import RankExit, deferred_traceback, describe, hide_library_frames
 
         reason = describe(error, tb)
         trace = deferred_traceback(error, reason, tb)
@@ -130,7 +130,8 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
         except OSError:
             trace = ""
         if not trace:  # else the supervisor prints it, if no other rank failed before
-            previous(kind, error, tb)
+            with hide_library_frames(error, tb) as shown:
+                previous(kind, error, shown)
 
     sys.excepthook = report
 

@@ -10,15 +10,19 @@ import re
 import signal
 import socket
 import traceback
+from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.core.errors import CollectiveMismatch, RankError
+from fabric.core.errors import CollectiveMismatch, FabricError, RankError
+from fabric.core.messages import print_line
 from fabric.core.source import format_line, is_user_code
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from types import TracebackType
+    from collections.abc import Collection, Iterator
 
+FULL_TRACEBACK = "FABRIC_FULL_TRACEBACK"
+"""Variable: 1 shows all frames of an error of this package."""
 _LONGEST_TRACE = 16_000  # fits into a pipe's buffer of 64 KiB, so that writing never blocks the rank's exit
 # Messages of gloo, NCCL and the TCPStore after the exit of another rank.
 _SECONDARY_FAILURE = re.compile(
@@ -98,6 +102,39 @@ def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | No
         return ""
     text = "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
     return "".join([f"[rank{rank}]: {line}\n" for line in text.splitlines()])
+
+
+@contextmanager
+def hide_library_frames(error: BaseException, tb: TracebackType | None) -> Iterator[TracebackType | None]:
+    """Context in which the traceback of a `FabricError` ends with the user's line; yields it.
+
+    A line on stderr says how many frames are hidden and where the innermost is. FABRIC_FULL_TRACEBACK=1 shows
+    all. Other errors, and errors without a user's line, keep their traceback. Debuggers keep it in any case.
+    """
+    entries, entry = [], tb
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    user = [i for i, one in enumerate(entries) if is_user_code(one.tb_frame.f_code.co_filename)]
+    hidden = entries[user[-1] + 1 :] if user else []
+    if (
+        not hidden
+        or not isinstance(error, FabricError)
+        or os.environ.get(FULL_TRACEBACK, "") not in ("", "0")
+    ):
+        yield tb
+        return
+    shown = None
+    for one in reversed(entries[: user[-1] + 1]):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    innermost = f"{hidden[-1].tb_frame.f_code.co_filename}:{hidden[-1].tb_lineno}"
+    frames = f"{len(hidden)} frames" if len(hidden) > 1 else "one frame"
+    print_line(f"{frames} below your line are hidden, up to {innermost}; {FULL_TRACEBACK}=1 shows them")
+    error.__traceback__ = shown  # Python and torch print this, or the argument of the hook
+    try:
+        yield shown
+    finally:
+        error.__traceback__ = tb
 
 
 def summary(

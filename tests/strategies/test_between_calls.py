@@ -572,3 +572,22 @@ def deep_copies_before_setup(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_copy_made_before_setup(ranks, strategy):
     ranks.run(deep_copies_before_setup, strategy, world_size=2)
+
+
+def step_in_a_hook():
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric.launch()
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    for _ in range(2):
+        fabric.backward(model(torch.ones(4, 2) * (1 + fabric.global_rank)).sum())
+
+
+def test_a_step_in_a_hook_of_a_backward_is_named(ranks):
+    for error in ranks.run_expecting_errors(step_in_a_hook, world_size=2):
+        assert str(error) == (
+            "SGD.step() was called in a hook of a backward, before gradients were averaged over ranks: "
+            "parameters would diverge. Call it after fabric.backward(loss)."
+        )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of
-from fabric.core._torch import tensor_of
+from fabric.core._torch import backward_pass, tensor_of
 from fabric.core.backward_listeners import add_backward_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
@@ -180,6 +180,11 @@ class Replicate(Layout):
         owners = names_of_owners(parameters, [replica.module for replica in self._replicas])
         self.channel.check_call(call_of(doing, f"of {owners}, with gradients that no backward has averaged"))
         if any(differing(grads, self.channel)):
+            if backward_pass() != -1:
+                raise UsageError(
+                    f"{doing} was called in a hook of a backward, before gradients were averaged over ranks: "
+                    "parameters would diverge. Call it after fabric.backward(loss)."
+                )
             raise UsageError(
                 f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
                 "(torch.autograd.grad), were never synchronised: they differ between ranks, so parameters "
