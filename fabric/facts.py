@@ -157,7 +157,11 @@ class RankFacts:
             )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`."""
+        """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`.
+
+        Raises:
+            ArgumentTypeError: `hook_name` is not a str.
+        """
         if not isinstance(hook_name, str):
             raise ArgumentTypeError(
                 f"fabric.call needs the name of a method, but got {hook_name!r:.60}. Write "

@@ -239,7 +239,8 @@ class _Load:
         if isinstance(inner, torch.nn.Module):
             if not isinstance(value, dict):
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
-            _reject_nested(value, name)
+            if self.strict:  # else a warning counts the tensors
+                _reject_nested(value, name)
             entries = module_entries(value, inner)
             result = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
             warn_if_unloaded(result, entries)
