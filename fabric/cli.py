@@ -78,7 +78,20 @@ _FOREIGN_OPTIONS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors contain what to write instead."""
+    """A parser whose errors contain what to write instead, and whose help ends with examples.
+
+    Args:
+        epilog: The examples, one a line.
+    """
+
+    def __init__(self, *args: Any, epilog: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = epilog.splitlines()
+
+    def format_help(self) -> str:
+        """Return the help with the examples, whose lines are not wrapped."""
+        shown = "".join([f"  {line}\n" for line in self.examples])
+        return super().format_help() + (f"\nexamples:\n{shown}" if shown else "")
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit with 2."""
@@ -126,9 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script on several processes",
         description="Start a script (or -m module) on several processes; Fabric(...) in it joins them.",
         usage="fabric run [options] (script.py | -m module) [arguments of the script]",
-        epilog="Examples: fabric run --devices 2 train.py --lr 0.1; fabric run --devices 0,1 -m train; "
-        "one of two machines: fabric run --devices 8 --num-nodes 2 --node-rank 0 --main-address 10.0.0.1 "
-        "train.py",
+        epilog="fabric run --devices 2 train.py --lr 0.1\n"
+        "fabric run --devices 0,1 -m train\n"
+        "fabric run --devices 8 --num-nodes 2 --node-rank 0 --main-address 10.0.0.1 train.py",
         allow_abbrev=False,
     )
     for name, option in _OPTIONS.items():
@@ -287,10 +300,17 @@ def _command_line(options: argparse.Namespace) -> list[str]:
         )
     if not Path(options.script).exists():
         raise ConfigurationError(
-            f"The script {options.script!r} does not exist (looked in {Path.cwd()}). Write the path of a "
+            f"The script {options.script!r} does not exist (looked in {Path.cwd()})."
+            f"{_similar_file(options.script)} Write the path of a "
             f"Python file after the options of fabric {options.command}, or use -m for a module."
         )
     return [sys.executable, options.script, *options.arguments]
+
+
+def _similar_file(script: str) -> str:
+    """Return a sentence with the Python files whose names are similar; or ""."""
+    files = [str(path) for path in Path(script).parent.glob("*.py")]
+    return did_you_mean(script, files)
 
 
 def _first_rank_env(

@@ -212,3 +212,23 @@ def test_a_shell_gets_completions_from_argcomplete(monkeypatch, capsys):
     monkeypatch.setenv("_ARGCOMPLETE", "1")
     assert cli.main([]) == 0
     assert asked == ["fabric"]
+
+
+@pytest.mark.parametrize("command", ["run", "check", "consolidate", "doctor", "report", "plan"])
+def test_the_help_of_each_command_ends_with_examples(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    _, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    lines = examples.splitlines()
+    assert lines
+    for line in lines:
+        assert f"  fabric {command}" in line.replace("srun ", "")
+        cli._parser().parse_args(line.partition("fabric ")[2].partition(" > ")[0].split())
+
+
+def test_a_script_of_a_similar_name_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["run", "trian.py"]) == 2
+    assert "does not exist (looked in " in (text := capsys.readouterr().err)
+    assert "). Did you mean 'train.py'? Write the path" in text

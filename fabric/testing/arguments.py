@@ -19,6 +19,7 @@ def add_command(commands: Any) -> None:
         description="Run the first steps of a script on several ranks, and on one with the batches of all; "
         "compare gradients. On the CPU, without dropout.",
         usage="fabric check [options] (script.py | -m module) [arguments of the script]",
+        epilog="fabric check train.py\nfabric check --devices 4 --steps 10 train.py --lr 0.1",
         allow_abbrev=False,
     )
     for name, (default, text) in OPTIONS.items():

@@ -304,7 +304,7 @@ def test_consolidate_asks_before_it_replaces_a_file(fabric, tmp_path, capsys, mo
 
 def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
     assert main(["consolidate", str(tmp_path / "absent")]) == 1
-    assert "absent is no sharded checkpoint" in capsys.readouterr().err
+    assert "absent is not a sharded checkpoint" in capsys.readouterr().err
     path = saved(fabric, tmp_path / "c")
     (path / "__0_0.distcp").write_bytes(b"")
     assert main(["consolidate", str(path)]) == 1

@@ -21,6 +21,7 @@ def add_command(commands: Any) -> None:
         help="check machines, network and devices before a job",
         description="Print what is wrong with machines, network and devices, and the fix. Inside a launcher "
         "(srun, torchrun --no-python, fabric run -m fabric doctor) each rank runs it.",
+        epilog="fabric doctor\nsrun fabric doctor --dir /shared/run\nfabric doctor --json > healthy.json",
         allow_abbrev=False,
     )
     for name, (default, text) in OPTIONS.items():

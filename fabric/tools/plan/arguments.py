@@ -24,6 +24,8 @@ def add_command(commands: Any) -> None:
         help="predict memory, traffic and the largest batch size by strategy",
         description="Run two steps of a script in one process, as one of N ranks, and print what it needs.",
         usage="fabric plan [options] (script.py | -m module) [arguments of the script]",
+        epilog="fabric plan --devices 8 --memory 80GB train.py --lr 0.1\n"
+        "fabric plan --devices 8 --num-nodes 4 --strategy zero2,hsdp train.py",
         allow_abbrev=False,
     )
     for name, (default, text) in OPTIONS.items():

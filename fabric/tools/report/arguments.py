@@ -11,6 +11,8 @@ def add_command(commands: Any) -> None:
         "report",
         help="show where the time of a run goes, its failures and its logged values",
         description="Write one HTML file from what Fabric(report=DIR) has recorded, also during the run.",
+        epilog="fabric report runs/report\nfabric report runs/report --text\n"
+        "fabric report runs/report --follow",
         allow_abbrev=False,
     )
     report.add_argument("directory", metavar="DIR", help="the directory of the run")

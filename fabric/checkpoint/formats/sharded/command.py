@@ -21,6 +21,8 @@ def add_command(commands: Any) -> None:
         help="convert a sharded checkpoint to one file",
         description="Convert a sharded checkpoint to one file, which torch.load reads. With --output "
         "F.safetensors the file has its model only. Needs the memory of one tensor, and no ranks.",
+        epilog="fabric consolidate run/step-00000100\n"
+        "fabric consolidate run/step-00000100 --output model.safetensors",
     )
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")

@@ -333,7 +333,7 @@ def consolidate(
         The names that the file does not have: a safetensors file has a model only.
 
     Raises:
-        UsageError: `path` is no sharded checkpoint, or a file in it is damaged.
+        UsageError: `path` is not a sharded checkpoint, or a file in it is damaged.
         ConfigurationError: It has no model, or several, and `output` can hold one. Or `output` is `path`.
     """
     if output.resolve() == path.resolve():
@@ -341,7 +341,10 @@ def consolidate(
             f"{output} is the checkpoint itself, which the file would replace. Write another name."
         )
     if sharded_at(path) is None:
-        raise UsageError(f"{path} is no sharded checkpoint: a directory that fabric.save has written.")
+        raise UsageError(
+            f"{path} is not a sharded checkpoint, a directory that fabric.save has written. A file needs no "
+            "conversion: fabric.load and torch.load read it."
+        )
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
     if is_safetensors(output):
