@@ -487,3 +487,13 @@ def test_an_output_that_is_a_parameter_collects_no_hooks():
     for _ in range(3):
         model(torch.ones(2))
     assert not model.scale._backward_hooks
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("find_unused", "Did you mean 'find_unused_parameters'?"), ("backend", "It takes accelerator, ")],
+)
+def test_a_keyword_that_ddp_does_not_take(given, hint):
+    with pytest.raises(ConfigurationError) as caught:
+        DDPStrategy(**{given: True})
+    assert str(caught.value).startswith(f"DDPStrategy has no keyword {given!r}. {hint}")

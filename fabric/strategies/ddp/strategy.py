@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
 from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.parallel import ParallelStrategy
 
@@ -42,7 +46,7 @@ class DDPStrategy(ParallelStrategy):
             if a backward differs from the first one.
 
     Raises:
-        ConfigurationError: Unknown `start_method`; `process_group` with `context_parallel`.
+        ConfigurationError: Unknown `start_method` or keyword; `process_group` with `context_parallel`.
     """
 
     _layout: type[Replicate] = Replicate
@@ -64,6 +68,11 @@ class DDPStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
+        known = [*inspect.signature(DistributedDataParallel).parameters][1:]  # without the module
+        for name in kwargs.keys() - {*known}:
+            own = [*inspect.signature(DDPStrategy).parameters][:-1]
+            hint = did_you_mean(name, {*own, *known}) or f" It takes {', '.join([*own, *known])}."
+            raise ConfigurationError(f"{type(self).__name__} has no keyword {name!r}.{hint}")
         self.process_group = kwargs.get("process_group")
         if self.process_group is not None and context_parallel is not None:
             raise ConfigurationError(
