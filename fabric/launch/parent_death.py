@@ -124,13 +124,14 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
         from fabric.launch.rank_exit import RankExit, deferred_traceback, describe, hide_library_frames
 
         reason = describe(error, tb)
-        trace = deferred_traceback(error, reason, tb)
-        try:
-            link.send_bytes(pickle.dumps(tuple(RankExit(when, reason[:1000], trace))))
-        except OSError:
-            trace = ""
-        if not trace:  # else the supervisor prints it, if no other rank failed before
-            with hide_library_frames(error, tb) as shown:
+        with hide_library_frames(error, tb) as (shown, hidden):
+            trace = deferred_traceback(error, reason, shown, hidden)
+            try:
+                link.send_bytes(pickle.dumps(tuple(RankExit(when, reason[:1000], trace))))
+            except OSError:
+                trace = ""
+            if not trace:  # else the supervisor prints it, if no other rank failed before
+                sys.stderr.write(hidden)
                 previous(kind, error, shown)
 
     sys.excepthook = report

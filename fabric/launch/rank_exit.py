@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import CollectiveMismatch, FabricError, RankError
-from fabric.core.messages import print_line
 from fabric.core.source import format_line, is_user_code
 
 if TYPE_CHECKING:
@@ -91,25 +90,29 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     return text if rank is None else f"{text}, raised by rank {rank}"
 
 
-def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | None) -> str:
+def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | None, before: str) -> str:
     """Return the traceback if the supervisor should decide whether to print it, else "".
 
     It decides if the failure is secondary, or if all ranks raise the same error and this is not rank zero.
+    `before` is a line above it.
     """
     rank = int(os.environ.get("RANK", "0"))
     same_on_all_ranks = isinstance(error, CollectiveMismatch | RankError | KeyboardInterrupt)
     if not is_secondary_failure(reason) and not (same_on_all_ranks and rank != 0):
         return ""
-    text = "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
+    text = before + "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
     return "".join([f"[rank{rank}]: {line}\n" for line in text.splitlines()])
 
 
 @contextmanager
-def hide_library_frames(error: BaseException, tb: TracebackType | None) -> Iterator[TracebackType | None]:
-    """Context in which the traceback of a `FabricError` ends with the user's line; yields it.
+def hide_library_frames(
+    error: BaseException, tb: TracebackType | None
+) -> Iterator[tuple[TracebackType | None, str]]:
+    """Context in which the traceback of a `FabricError` ends with the user's line; yields it and a note.
 
-    A line on stderr says how many frames are hidden and where the innermost is. FABRIC_FULL_TRACEBACK=1 shows
-    all. Other errors, and errors without a user's line, keep their traceback. Debuggers keep it in any case.
+    The note is a line that says how many frames are hidden and where the innermost is; "": none. FABRIC_FULL_TRACEBACK=1
+    shows all. Other errors, and errors without a user's line, keep their traceback. Debuggers keep it in any
+    case.
     """
     entries, entry = [], tb
     while entry is not None:
@@ -122,17 +125,17 @@ def hide_library_frames(error: BaseException, tb: TracebackType | None) -> Itera
         or not isinstance(error, FabricError)
         or os.environ.get(FULL_TRACEBACK, "") not in ("", "0")
     ):
-        yield tb
+        yield tb, ""
         return
     shown = None
     for one in reversed(entries[: user[-1] + 1]):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     innermost = f"{hidden[-1].tb_frame.f_code.co_filename}:{hidden[-1].tb_lineno}"
     frames = f"{len(hidden)} frames" if len(hidden) > 1 else "one frame"
-    print_line(f"{frames} below your line are hidden, up to {innermost}; {FULL_TRACEBACK}=1 shows them")
+    note = f"fabric: {frames} below your line are hidden, up to {innermost}; {FULL_TRACEBACK}=1 shows them\n"
     error.__traceback__ = shown  # Python and torch print this, or the argument of the hook
     try:
-        yield shown
+        yield shown, note
     finally:
         error.__traceback__ = tb
 

@@ -27,29 +27,29 @@ def raised(error, below=3):
 
 def shown(error):
     whole = error.__traceback__
-    with hide_library_frames(error, whole) as tb:
+    with hide_library_frames(error, whole) as (tb, line):
         assert error.__traceback__ is tb
         lines = traceback.format_exception(type(error), error, tb)
     assert error.__traceback__ is whole
-    return "".join(lines)
+    return "".join(lines), line
 
 
-def test_the_last_frame_is_the_users(monkeypatch, capsys):
+def test_the_last_frame_is_the_users(monkeypatch):
     monkeypatch.delenv("FABRIC_FULL_TRACEBACK", raising=False)
-    text = shown(raised(UsageError("not so")))
+    text, hidden = shown(raised(UsageError("not so")))
     assert 'File "train.py", line 1' in text
     assert "source.py" not in text
-    hidden = capsys.readouterr().err
     assert hidden.startswith("fabric: 4 frames below your line are hidden, up to ")
     assert hidden.endswith("source.py:3; FABRIC_FULL_TRACEBACK=1 shows them\n")
 
 
-def test_other_errors_and_the_variable_show_all(monkeypatch, capsys):
+def test_other_errors_and_the_variable_show_all(monkeypatch):
     monkeypatch.delenv("FABRIC_FULL_TRACEBACK", raising=False)
-    assert "source.py" in shown(raised(RuntimeError("of torch")))
-    monkeypatch.setenv("FABRIC_FULL_TRACEBACK", "1")
-    assert "source.py" in shown(raised(UsageError("not so")))
-    assert capsys.readouterr().err == ""
+    for value, error in (("", RuntimeError("of torch")), ("1", UsageError("not so"))):
+        monkeypatch.setenv("FABRIC_FULL_TRACEBACK", value)
+        text, hidden = shown(raised(error))
+        assert "source.py" in text
+        assert hidden == ""
 
 
 SCRIPT = """
