@@ -33,6 +33,7 @@ OWED = [
     (r"LBFGS (joins|computes)", "LBFGS on split parameters or states"),
     (r"create_graph=True\)? (went|cannot go) through", "a graph of gradients where none can be"),
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
+    (r"of a model in a pipeline: the graph of a loss has no path", "torch.autograd.grad in a pipeline"),
     (r"which is a shard: the forward used a gathered copy", "torch.autograd.grad of sharded parameters"),
     (r"has sparse=True, and a sharded model cannot", "sparse embeddings of sharded models"),
     (r"a penalty on weights", "a term of split parameters in the loss"),
