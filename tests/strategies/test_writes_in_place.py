@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from fabric import Fabric
 from fabric.core.errors import UsageError
+from fabric.core.torch_versions import older_than
 from fabric.strategies import FSDPStrategy
 
 STRATEGIES = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "fsdp", "offload": "fsdp_cpu_offload"}
@@ -106,7 +107,10 @@ def compared(strategy: str, cases: dict) -> None:
 
 
 def edited(strategy: str) -> None:
-    compared(strategy, {name: (edit, sgd) for name, edit in EDITS.items()})
+    edits = {name: (edit, sgd) for name, edit in EDITS.items()}
+    if older_than("2.11"):  # torch gives such a view another shape there, and raises
+        del edits["a view of a view"]
+    compared(strategy, edits)
 
 
 @pytest.mark.parametrize(
