@@ -21,6 +21,9 @@ class BegunEpochs:
         self._models, self._seen = models, 0
         self._next: list[tuple[weakref.ref[Any], int]] = []
 
+    def __reduce__(self) -> Any:
+        return _none, ()  # a copy of a loader counts for itself
+
     def _restart(self) -> None:
         if self._models() != self._seen:
             self._next, self._seen = [], self._models()
@@ -42,6 +45,10 @@ class BegunEpochs:
             self._next = [*others, (weakref.ref(data), epoch + 1)]
         except TypeError:  # a list
             self._next = others
+
+
+def _none() -> None:
+    """Return None."""
 
 
 def _root(loader: Any) -> Any:

@@ -89,7 +89,7 @@ class FirstRows:
         """Restore the original forward, unless it was compiled: torch would compile the original again.
 
         Args:
-            last: Whether to do it also if only one batch was seen.
+            last: Whether to do it also if only one call was recorded.
         """
         if self.loss is not None:
             self.losses = self.loss.losses
@@ -98,7 +98,7 @@ class FirstRows:
         model, first = self._model(), self._first()
         if first is not None:
             self.rows, self.sizes, self.digests = first.rows or 0, first.sizes, first.digests
-            if len(first.digests) == 1 and not last:
+            if len(first.sizes) < _CALLS and not last:
                 return
             attributes, plain = {} if model is None else vars(model), first.call
             if first.rows is not None and attributes.get("forward") is first:
@@ -310,7 +310,7 @@ def _compare_rows(by_rank: Sequence[_Compared]) -> None:
         _warn_of_unequal([*rows])
     if unequal:
         return
-    equal_sizes = len({of_rank.sizes for of_rank in by_rank}) == 1
+    equal_sizes = len({of_rank.sizes for of_rank in by_rank}) == 1 and len(by_rank[0].sizes) == _CALLS
     for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
         weights = [of_rank.weights[index] for of_rank in by_rank]
         # A rank with a term of its own has another loss.

@@ -149,7 +149,7 @@ def test_mps_elsewhere(machine):
     ("name", "hint"),
     [
         ("cudaa", "Did you mean 'cuda'"),
-        ("cuda:0", "Did you mean 'cuda'"),
+        ("cuda:0", "Write accelerator='cuda', devices=[0]."),
         ("gpus", "Did you mean 'gpu'"),
         ("", ""),
     ],

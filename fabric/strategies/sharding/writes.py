@@ -101,8 +101,8 @@ def _reduced(placement: Any) -> Any:
 
 
 def _may_write(tensor: Any) -> bool:
-    """Whether autograd neither refuses nor records a write into this tensor."""
-    return not (torch.is_grad_enabled() and tensor.requires_grad)
+    """Whether a tensor has values, and autograd neither refuses nor records a write into it."""
+    return not (tensor.is_meta or (torch.is_grad_enabled() and tensor.requires_grad))
 
 
 @torch.no_grad()
