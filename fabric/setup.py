@@ -411,7 +411,8 @@ class SetupVerbs(RankFacts):
 
         self._begun_epochs = self._begun_epochs or BegunEpochs(lambda: self._models)
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
-        seed = self._strategy.broadcast(seed)  # one order on all ranks, even if their seeds differ
+        # One order on all ranks, even if their seeds differ, or one of them has looked at a batch.
+        seed, epoch = self._strategy.broadcast((seed, self._begun_epochs.next_of(given)))
         replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         share = Shard(replica["rank"], replica["num_replicas"]) if shard else Shard(self._data_rank, 1)
         topology = self._strategy.topology
@@ -438,4 +439,5 @@ class SetupVerbs(RankFacts):
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
             chose_uneven=uneven is not None,
             begun=self._begun_epochs,
+            epoch=epoch,
         )

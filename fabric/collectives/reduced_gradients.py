@@ -36,8 +36,8 @@ def watch_gradients(leaves: list[Any], label: str, is_mean: bool, channel: Chann
         if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
             continue
         line = user_line()
-        if is_mean:
-            if (found := channel.mean_gradients) is not None and len(found) < _MAX_GRADIENTS:
+        if is_mean:  # a number may be the loss, which is scaled after it was reduced for a log
+            if leaf.dim() and (found := channel.mean_gradients) is not None and len(found) < _MAX_GRADIENTS:
                 leaf.register_hook(partial(_record, found, label, line))
         elif leaf.dim():
             leaf.register_hook(lambda grad, line=line: _warn(label, line))
@@ -77,7 +77,7 @@ class ReducedNumber:
         """Find out how the loss depends on the number, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
-        self._is_linear = self._node in _linear(nodes)
+        self._is_linear = _reaches(nodes, self._node)
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
@@ -89,26 +89,31 @@ class ReducedNumber:
             _warn(self._label, self._line)
 
 
-def _linear(nodes: list[Any]) -> set[int]:
-    """Return the numbers of the nodes in which the results of `nodes` are linear."""
+def _reaches(nodes: list[Any], number: int) -> bool:
+    """Whether a path of the graph leads to the node of this number, and none of its nodes is known to be not
+    linear. True for a large graph in which it was not found.
+    """
     seen: set[int] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node_number(node) in seen:
             continue
+        if node_number(node) == number or len(seen) == _MAX_NODES:
+            return True
         seen.add(node_number(node))
         kind, after = type(node).__name__, [each for each, _ in node.next_functions]
-        by_constant = (kind == "MulBackward0" and None in after) or (
-            kind == "DivBackward0" and after[1] is None
-        )
-        if kind in _LINEAR or by_constant:
+        product = kind == "MulBackward0" and None not in after
+        quotient = kind == "DivBackward0" and after[1] is not None
+        if not (product or quotient or kind in _NOT_LINEAR):
             nodes += after
-    return seen
+    return False
 
 
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
-    "UnsqueezeBackward0", "CloneBackward0", "SumBackward0", "MeanBackward0", "StackBackward0",
+_MAX_NODES = 1000
+_NOT_LINEAR = {
+    "PowBackward0", "PowBackward1", "SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0",
+    "ExpBackward0", "AbsBackward0", "ReciprocalBackward0", "SigmoidBackward0", "TanhBackward0",
+    "ReluBackward0", "SoftplusBackward0", "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0",
 }  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 
 
 def check_flags(verb: str, **flags: Any) -> None:
-    """Raise ArgumentTypeError for a flag of `verb` that is not a bool."""
+    """Raise ArgumentTypeError for a flag of `verb` that is not a bool, None, 0 or 1."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not (value is None or type(value).__name__ in ("bool", "bool_") or value in (0, 1)):
             shown = repr(value) if value is None or isinstance(value, Real | str) else type(value).__name__
             raise ArgumentTypeError(f"{verb}: {name}={shown} must be True or False.")
 
@@ -31,6 +31,7 @@ def check_limits(clip_val: Any, max_norm: Any, norm_type: Any) -> None:
             f"clip_gradients needs one limit, but got clip_val={clip_val!r} and max_norm={max_norm!r}. "
             f"{advice}"
         )
+    norm_type = float(norm_type) if norm_type == "inf" else norm_type  # as torch takes it
     for name, value in {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type}.items():
         if isinstance(value, str | bool):
             raise ArgumentTypeError(f"clip_gradients: {name}={value!r} must be a number. {advice}")

@@ -57,7 +57,8 @@ class _FabricDataLoader(Loader):
         rank_group: The ranks that compare and exchange positions. None: one rank.
         parts: Parts of the strategy; called at the begin and at the end of each epoch.
         chose_uneven: Whether the user chose what happens when samples do not divide by ranks.
-        begun: Epochs of other loaders of the same data; None: the first epoch is 0.
+        begun: Counts the epochs of all loaders of the same data.
+        epoch: The first epoch.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class _FabricDataLoader(Loader):
         parts: Sequence[Any] = (),
         chose_uneven: bool = True,
         begun: BegunEpochs | None = None,
+        epoch: int = 0,
     ) -> None:
         self._dataloader = dataloader
         self._device = device
@@ -95,7 +97,7 @@ class _FabricDataLoader(Loader):
         self._rank_group = rank_group
         self._parts, self._chose_uneven = parts, chose_uneven
         self._begun = begun
-        self._epoch = 0 if begun is None else begun.next_of(self._user_loader)
+        self._epoch = epoch
         self._iteration: _Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0

@@ -35,30 +35,36 @@ class FirstCall:
         digest: Returns a digest of tensors without a host sync.
     """
 
-    __slots__ = ("__weakref__", "call", "digest", "digests", "rows", "sizes")
+    __slots__ = ("__weakref__", "call", "digest", "digests", "dims", "rows", "sizes")
 
     def __init__(self, call: Callable[..., Any], digest: Callable[[list[Any]], Any]) -> None:
         self.call, self.digest = call, digest
         self.digests: list[Any] = []
-        """Digests of the tensors of the first two calls; of none if Fabric shards the data."""
+        """Digests of the tensors of the first two calls; of none if Fabric shards the data, or if there are
+        other objects, which may have data of this rank."""
         self.rows: int | None = None
         """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
         self.sizes: list[int] = []
-        """Rows of the first tensor in the first two calls, also if Fabric shards the data."""
+        """Rows of the first tensor in each call, also if Fabric shards the data."""
+        self.dims = 0
+        """Dimensions of the first tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and run the forward."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and len(self.digests) < _CALLS:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and len(self.sizes) < _MAX_CALLS:
             leaves = flatten((args, kwargs))[0]
-            if len(self.sizes) < _CALLS:
-                shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-                self.sizes.append(next((shape[0] for shape in shapes if shape), 0))
+            shape = next((shape for leaf in leaves if (shape := getattr(leaf, "shape", ()))), ())
+            self.sizes.append(shape[0] if shape else 0)
             if self.rows is None:
-                self.rows = 0 if sharded_iterations else self.sizes[0]
+                self.rows, self.dims = 0 if sharded_iterations else self.sizes[0], len(shape)
             plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
-            if not (sharded_iterations or in_function_transform()) and any(
-                [leaf.numel() > 1 for leaf in plain]
-            ):
+            others = [
+                leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | int | float | str | None)
+            ]
+            known = len(self.digests) < _CALLS and not (
+                sharded_iterations or others or in_function_transform()
+            )
+            if known and any([leaf.numel() > 1 for leaf in plain]):
                 self.digests.append(self.digest(plain))
         return self.call(*args, **kwargs)
 
@@ -84,31 +90,28 @@ class FirstRows:
         self.loss: FirstLosses | None = FirstLosses()
         self.losses: list[list[Term]] = []
         """The terms of the first two losses."""
+        self.values: list[Any] = []
+        """Their values."""
+        self.dims = 0
+        """As `FirstCall.dims`."""
 
-    def restore_forward(self, last: bool) -> None:
-        """Restore the original forward, unless it was compiled: torch would compile the original again.
-
-        Args:
-            last: Whether to do it also if only one call was recorded.
-        """
+    def restore_forward(self) -> None:
+        """Restore the original forward, unless it was compiled: torch would compile the original again."""
         if self.loss is not None:
-            self.losses = self.loss.losses
-            if last:
-                self.loss = None
+            self.losses, self.values, self.loss = self.loss.losses, self.loss.values, None
         model, first = self._model(), self._first()
         if first is not None:
             self.rows, self.sizes, self.digests = first.rows or 0, first.sizes, first.digests
-            if len(first.sizes) < _CALLS and not last:
-                return
+            self.dims = first.dims
             attributes, plain = {} if model is None else vars(model), first.call
             if first.rows is not None and attributes.get("forward") is first:
                 attributes["forward"] = plain
 
 
-def restore_forwards(first: list[FirstRows], last: bool) -> None:
-    """Restore the original forwards of all models, see `FirstRows.restore_forward`."""
+def restore_forwards(first: list[FirstRows]) -> None:
+    """Restore the original forwards of all models."""
     for first_rows in first:
-        first_rows.restore_forward(last)
+        first_rows.restore_forward()
 
 
 class Term(NamedTuple):
@@ -130,6 +133,7 @@ class FirstLosses:
 
     def __init__(self) -> None:
         self.losses: list[list[Term]] = []
+        self.values: list[Any] = []
         add_backward_listener(self)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +142,7 @@ class FirstLosses:
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
         if len(self.losses) < _CALLS:
             self.losses.append(_terms(roots[0].grad_fn) if is_loss else [])
+            self.values.append(roots[0].detach() if is_loss else None)
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
@@ -222,6 +227,7 @@ def _of_elements(node: Any) -> Term:
     return Term((1 / max(numel, 1),)) if saved(node, "reduction") == 1 else Term((1.0,), numel)
 
 
+_MAX_CALLS = 64
 _CALLS = 2
 """Calls whose batches are compared: a loop that trains on one batch only has the same on all ranks."""
 _MAX_DEPTH = 16
@@ -260,9 +266,10 @@ def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool
     channel = strategy.channel()
     found, channel.mean_gradients = channel.mean_gradients or [], None
     means = [(label, line, float(total), float(size)) for label, line, total, size in found]
-    local = _rows_of(first), digests, means
+    values = [None if value is None else float(value) for value in first[0].values]
+    local = _rows_of(first), digests, means, values
     gathered = strategy.all_gather_object(local, label="replica check of first calls")
-    rows, digests_by_rank, means_by_rank = zip(*gathered, strict=True)
+    rows, digests_by_rank, means_by_rank, values_by_rank = zip(*gathered, strict=True)
     compare_mean_gradients(means_by_rank)
     if not ignore_rows:
         _compare_rows(rows)
@@ -271,6 +278,8 @@ def compare_first_calls(first: list[FirstRows], strategy: Any, ignore_rows: bool
         return  # some ranks need the same batches, as those of a pipeline do
     if not ignore_rows and all([of_rank.is_sum for of_rank in rows]):
         _warn_of_sum(replicas)
+    if None in values or not all([of_rank == values for of_rank in values_by_rank]):
+        return  # what is learned from equal batches may differ: actions that were drawn, other losses
     for model, by_rank in zip(first, zip(*digests_by_rank, strict=True), strict=True):
         if len({*by_rank[0]}) == _CALLS and all([of_rank == by_rank[0] for of_rank in by_rank]):
             _warn_of_same(model.name, replicas)
@@ -283,8 +292,8 @@ class _Compared(NamedTuple):
     """Number of terms of each loss."""
     weights: tuple[float, ...]
     """The weight of an item in each; 0: unknown."""
-    sizes: tuple[int, ...]
-    """As `FirstCall.sizes`, of the first model that has some."""
+    sizes: tuple[tuple[int, ...], ...]
+    """As `FirstCall.sizes`, of each model."""
     rows: tuple[int, ...]
     """Rows of each model."""
     is_sum: bool
@@ -292,13 +301,13 @@ class _Compared(NamedTuple):
 
 
 def _rows_of(first: list[FirstRows]) -> _Compared:
-    losses, sizes = first[0].losses, next((each.sizes for each in first if any(each.sizes)), [])
+    losses, model = first[0].losses, next((each for each in first if any(each.sizes)), None)
     return _Compared(
         terms=tuple(map(len, losses)),
         weights=tuple([sum([term.weight() for term in terms]) for terms in losses]),
-        sizes=tuple(sizes),
+        sizes=tuple([tuple(each.sizes) for each in first]),
         rows=tuple([each.rows for each in first]),
-        is_sum=bool(losses and sizes) and _is_sum(losses[0], sizes[0]),
+        is_sum=bool(losses) and model is not None and model.dims > 1 and _is_sum(losses[0], model.sizes[0]),
     )
 
 
@@ -310,14 +319,15 @@ def _compare_rows(by_rank: Sequence[_Compared]) -> None:
         _warn_of_unequal([*rows])
     if unequal:
         return
-    equal_sizes = len({of_rank.sizes for of_rank in by_rank}) == 1 and len(by_rank[0].sizes) == _CALLS
+    sizes = [next((calls[0] for calls in of_rank.sizes if any(calls)), 0) for of_rank in by_rank]
+    complete = all([len(calls) < _MAX_CALLS for of_rank in by_rank for calls in of_rank.sizes])
+    equal_sizes = complete and len({of_rank.sizes for of_rank in by_rank}) == 1
     for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
         weights = [of_rank.weights[index] for of_rank in by_rank]
         # A rank with a term of its own has another loss.
         comparable = all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1
         # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. Which
         # rows a later loss is of is not known.
-        sizes = [of_rank.sizes[0] if of_rank.sizes else 0 for of_rank in by_rank]
         of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
         if comparable and (equal_sizes or not index) and _differ(weights) and _differ(of_rows):
             _warn_of_weights(weights)

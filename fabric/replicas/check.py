@@ -237,8 +237,8 @@ class ReplicaCheck(Part):
         if not held or not self._every:
             return
         self.backwards += 1
-        if self.backwards <= 2:
-            restore_forwards(self.first_rows, last=self.backwards == 2)
+        if self.backwards == 2:
+            restore_forwards(self.first_rows)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
             names = ", ".join([tracked.name for tracked in held])

@@ -95,3 +95,18 @@ def trials() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_trials_begin_with_the_first_epoch(ranks, world_size):
     ranks.run(trials, world_size=world_size)
+
+
+def looked_into() -> list[float]:
+    """Rank zero alone looks at a batch of another loader."""
+    fabric = started()
+    model_of(fabric)
+    peek = ready(fabric)
+    if fabric.is_global_zero:
+        next(iter(peek))
+    return sorted([number for (x,) in ready(fabric) for number in x[:, 0].tolist()])
+
+
+def test_a_look_of_one_rank_does_not_count_for_new_loaders(ranks):
+    first, second = ranks.run(looked_into, world_size=2)
+    assert len({*first, *second}) == len(first) + len(second)

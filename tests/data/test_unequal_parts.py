@@ -259,7 +259,9 @@ def drawn(how):
             x = {"one batch": fixed, "rows": x[fabric.global_rank :: fabric.world_size]}.get(how, x)
             optimizer.zero_grad()
             for part in x.chunk(2) if how == "accumulated" else [x]:
-                if how == "vmap":
+                if how == "other targets":
+                    fabric.backward((model(part) - fabric.global_rank).square().mean())
+                elif how == "vmap":
                     fabric.backward(torch.vmap(model)(part).square().mean())
                 else:
                     fabric.backward(model(part).square().mean())
@@ -275,7 +277,7 @@ def test_ranks_that_draw_the_same_batches_are_warned_of(ranks, how):
     assert others == []
 
 
-@pytest.mark.parametrize("how", ["seed of its own", "one batch", "rows", "loader", "vmap"])
+@pytest.mark.parametrize("how", ["seed of its own", "one batch", "rows", "loader", "vmap", "other targets"])
 def test_ranks_with_batches_of_their_own_are_not_warned_of(ranks, how):
     """So are ranks that all train on one batch: nobody draws there."""
     assert ranks.run(drawn, how, world_size=2) == [[], []]

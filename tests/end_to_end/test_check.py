@@ -105,7 +105,7 @@ def test_strategies_that_are_right(check, strategy, ranks):
 @pytest.mark.parametrize(
     ("how", "step", "words"),
     [
-        ("sum", 1, "they are 2 times as large on one rank: the loss is a sum"),
+        ("sum", 1, "The loss of the first backward is a sum over its items"),
         ("batch norm", 1, "BatchNorm1d normalises by the samples of one rank"),
         ("other data", 1, "the samples differ"),
     ],

@@ -30,6 +30,7 @@ def by_hand(strategy, averaged, made=lambda one: one):
         optimizer.zero_grad()
         fabric.backward(model(x).square().mean())
         optimizer.step()
+    optimizer.zero_grad()
     gradients_of = grad if fabric.global_rank else torch.autograd.grad
     grads = gradients_of(model(x).square().mean(), model.parameters())  # a generator
     grads = fabric.all_reduce(list(grads)) if averaged else grads
@@ -58,6 +59,25 @@ def halved(one):
 @pytest.mark.parametrize("averaged", [False, True])
 def test_what_the_loop_makes_of_them_is_compared_too(ranks, strategy, made, averaged):
     ranks.run(by_hand, strategy, averaged, made, world_size=2)
+
+
+def looked_at():
+    """Rank zero looks at gradients by itself; all ranks replace those of a backward."""
+    fabric, model, optimizer = started("ddp")
+    x = X[fabric.global_rank :: fabric.world_size]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        fabric.backward(loss, retain_graph=True)
+        if fabric.is_global_zero:
+            torch.autograd.grad(loss, [*model.parameters()])
+        for p in model.parameters():
+            p.grad = p.grad * 0.5
+        optimizer.step()
+
+
+def test_a_look_on_rank_zero_is_no_call_of_all_ranks(ranks):
+    ranks.run(looked_at, world_size=2)
 
 
 def before_an_accumulation():

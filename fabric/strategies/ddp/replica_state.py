@@ -78,9 +78,10 @@ class ReplicaState:
             return self.local
         # Only where the loop uses them as gradients, or what it made of them: a rank alone may look at some.
         manual = {id(grad) for ref in self.manual if (grad := tensor_of(ref)) is not None}
-        before = [None if ref is None else tensor_of(ref) for ref in self.before_manual]
-        replaced = [p.grad is not None and p.grad is not g for p, g in zip(self.trained, before, strict=True)]
-        return any(replaced) or any([id(p.grad) in manual for p in self.trained])
+        # Gradients of a backward, which the loop may replace on all ranks, do not count.
+        pairs = zip(self.trained, self.before_manual, strict=True)
+        made = [p.grad is not None and before is None for p, before in pairs]
+        return any(made) or any([id(p.grad) in manual for p in self.trained])
 
     def mark_manual(self, grads: Iterable[Tensor | None]) -> None:
         """Record results of `torch.autograd.grad`."""

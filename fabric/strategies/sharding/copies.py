@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_KEPT = 8
-"""Number of tensors of a state that are compared, the smallest ones: they stay in memory."""
+_KEPT, _KEPT_BYTES = 8, 1 << 20
+"""Largest number of tensors of a state that are compared, and their bytes: they stay in memory."""
 
 
 class StateCopies:
@@ -33,7 +33,9 @@ class StateCopies:
         split = [name for name, p in module.named_parameters() if hasattr(p, "device_mesh")]
         found = [(name, value) for name in split if (value := state.get(name)) is not None]
         whole = [(n, v) for n, v in found if not (v.is_meta or v.is_inference() or hasattr(v, "device_mesh"))]
-        smallest = sorted(whole, key=lambda pair: pair[1].numel())[:_KEPT]
+        smallest = sorted(whole, key=lambda pair: pair[1].nbytes)[:_KEPT]
+        while sum([value.nbytes for _, value in smallest]) > _KEPT_BYTES:
+            smallest.pop()
         self._given[module] = [(name, value, value._version) for name, value in smallest]
 
     def drop(self, module: Module) -> None:
