@@ -35,11 +35,18 @@ EDITS = {
     "transposed": lambda w, g, b: w.t()[0].zero_(),
     # By position.
     "set a number": lambda w, g, b: g.__setitem__(slice(0, 5), 0),
+    "set a column": lambda w, g, b: (
+        g.__setitem__((slice(None), 1), 0),
+        w.data.__setitem__((slice(None), -1), g[:, 2]),
+    ),
+    "set columns": lambda w, g, b: w.data.__setitem__((slice(None), slice(2, 4)), 0.25),
     "set a row": lambda w, g, b: w.data.__setitem__(4, _ones(6)),
     "set by a mask": lambda w, g, b: w.data.__setitem__(ODD, _ones(6, 6)),
     "set from a parameter": lambda w, g, b: w.data.__setitem__(ROWS, w[2:4].clone()),
     "add in place": lambda w, g, b: w.data.__setitem__(0, w.data[0].__iadd__(1)),
     "index_fill_": lambda w, g, b: g.index_fill_(0, ROWS, 0.0),
+    "index_fill_ of columns": lambda w, g, b: g.index_fill_(1, torch.tensor([0, 3]), 0.0),
+    "index_copy_ of columns": lambda w, g, b: w.data.index_copy_(1, torch.tensor([1, 2]), g[:, 4:6]),
     "index_add_": lambda w, g, b: w.index_add_(0, ROWS, _ones(2, 6)),
     "scatter_": lambda w, g, b: w.scatter_(0, torch.zeros(1, 6, dtype=torch.long), 0.5),
     "renorm_": lambda w, g, b: w.renorm_(2, 0, 0.3),

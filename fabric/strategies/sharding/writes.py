@@ -80,7 +80,8 @@ def writer(name: str) -> Any:
             # A norm or a mean that the ranks have not reduced yet: torch refuses to write into it.
             assign_shards(self, self.redistribute(placements=[_reduced(one) for one in self.placements]))
         base = copied_base(self)
-        if (by_position or base is not None) and _may_write(self):
+        moves = by_position and not _is_local(self, name, args)
+        if (moves or base is not None) and _may_write(self):
             return _write_whole(self, self if base is None else base, write, args, kwargs)
         plain = [one for one in (*args, *kwargs.values()) if is_plain_tensor(one) and one.dim()]
         # A tensor that requires a gradient is an activation of this rank's data.
@@ -94,6 +95,21 @@ def writer(name: str) -> Any:
         return _write_whole(self, self, write, args, kwargs)
 
     return call
+
+
+def _is_local(tensor: Any, name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a write selects all of each sharded dimension, so that each rank writes into its shard."""
+    if name.startswith("index_") and len(args) > 1 and isinstance(args[0], int):
+        written = args[0] % tensor.dim()
+        moves = any([getattr(placement, "dim", None) == written for placement in tensor.placements])
+        return not (moves or any([is_plain_tensor(value) and value.dim() for value in args[2:]]))
+    if name != "__setitem__":
+        return False
+    parts = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if not all([isinstance(part, int | slice) for part in parts]):
+        return False  # masks, lists, ...
+    whole = [at for at in range(tensor.dim()) if at >= len(parts) or parts[at] == slice(None)]
+    return all([placement.is_replicate() or placement.dim in whole for placement in tensor.placements])
 
 
 def _reduced(placement: Any) -> Any:
