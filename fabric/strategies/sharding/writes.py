@@ -109,7 +109,7 @@ def _is_local(tensor: Any, name: str, args: tuple[Any, ...]) -> bool:
     if not all([isinstance(part, int | slice) for part in parts]):
         return False  # masks, lists, ...
     whole = [at for at in range(tensor.dim()) if at >= len(parts) or parts[at] == slice(None)]
-    return all([placement.is_replicate() or getattr(placement, "dim", None) in whole for placement in tensor.placements])
+    return all([one.is_replicate() or getattr(one, "dim", None) in whole for one in tensor.placements])
 
 
 def _reduced(placement: Any) -> Any:
