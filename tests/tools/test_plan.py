@@ -112,8 +112,9 @@ def test_a_rank_holds_its_share_of_states_and_sends_what_the_layout_says(strateg
         "zero1": ["all_reduce", "broadcast"],
         "zero2": ["all_gather", "reduce_scatter"],
     }
-    for kind in kinds[strategy]:  # a ring of two ranks sends half of the whole, an all-reduce twice that
-        assert found.traffic[kind] == pytest.approx(size / (1 if kind == "all_reduce" else 2), rel=0.05)
+    # A ring of two ranks sends half of the whole, an all-reduce twice that; the replica check some bytes.
+    for kind in kinds[strategy]:
+        assert found.traffic[kind] == pytest.approx(size / (1 if kind == "all_reduce" else 2), rel=0.1)
 
 
 def test_without_values_the_same_is_counted():
