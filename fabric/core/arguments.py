@@ -13,7 +13,11 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 def check_flags(verb: str, **flags: Any) -> None:
     """Raise ArgumentTypeError for a flag of `verb` that is not a bool, None, 0 or 1."""
     for name, value in flags.items():
-        if not (value is None or type(value).__name__ in ("bool", "bool_") or value in (0, 1)):
+        if not (
+            value is None
+            or type(value).__name__ in ("bool", "bool_")
+            or (isinstance(value, int) and value in (0, 1))
+        ):
             shown = repr(value) if value is None or isinstance(value, Real | str) else type(value).__name__
             raise ArgumentTypeError(f"{verb}: {name}={shown} must be True or False.")
 

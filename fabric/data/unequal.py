@@ -228,6 +228,7 @@ def _of_elements(node: Any) -> Term:
 
 
 _MAX_CALLS = 64
+"""Largest number of calls whose rows are recorded."""
 _CALLS = 2
 """Calls whose batches are compared: a loop that trains on one batch only has the same on all ranks."""
 _MAX_DEPTH = 16

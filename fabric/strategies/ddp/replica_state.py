@@ -38,8 +38,8 @@ class ReplicaState:
         """Whether its gradients may be unsynchronised."""
         self.manual: list[weakref.ref[Tensor]] | None = None
         """Results of the last `torch.autograd.grad`; None: something else is unsynchronised, or nothing."""
-        self.before_manual: list[weakref.ref[Tensor] | None] = []
-        """The gradients of `trained` at that time."""
+        self.without_grad: list[Parameter] = []
+        """Parameters of `trained` that had no gradient at that time."""
         self.passes = 0
         """Number of synchronising backwards that reached it."""
         self.received_grad = False
@@ -79,11 +79,10 @@ class ReplicaState:
         # Only where the loop uses them as gradients, or what it made of them: a rank alone may look at some.
         manual = {id(grad) for ref in self.manual if (grad := tensor_of(ref)) is not None}
         # Gradients of a backward, which the loop may replace on all ranks, do not count.
-        pairs = zip(self.trained, self.before_manual, strict=True)
-        made = [p.grad is not None and before is None for p, before in pairs]
+        made = [p.grad is not None for p in self.without_grad]
         return any(made) or any([id(p.grad) in manual for p in self.trained])
 
     def mark_manual(self, grads: Iterable[Tensor | None]) -> None:
         """Record results of `torch.autograd.grad`."""
         self.manual = [weakref.ref(grad) for grad in grads if grad is not None]
-        self.before_manual = [None if p.grad is None else weakref.ref(p.grad) for p in self.trained]
+        self.without_grad = [p for p in self.trained if p.grad is None]
