@@ -222,6 +222,26 @@ def test_a_sum_over_items_is_said_once(ranks, how):
     assert others == []
 
 
+def uneven_pairs():
+    """Two calls for each loss; the second loss is of the last batch, which does not divide."""
+    fabric = launched()
+    model, optimizer = fabric.setup(m := nn.Linear(4, 1), torch.optim.SGD(m.parameters(), lr=0.1))
+    loader = DataLoader(TensorDataset(torch.ones(15, 4)), batch_size=4)
+    loader = fabric.setup_dataloaders(loader, uneven="exact")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                fabric.backward((model(x) - model(2 * x)).square().mean())
+                optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+def test_a_second_loss_of_unequal_rows_that_were_accepted_is_not_warned_of(ranks):
+    assert ranks.run(uneven_pairs, world_size=2) == [[], []]
+
+
 SILENT = [
     "mean",
     "normalised",
