@@ -244,8 +244,9 @@ STEPS = 2 * (1797 // 64)
 
 def test_the_resume_example_compares_and_says_so():
     done = run(PYTHON, str(EXAMPLES / "resume.py"))
-    by = r"(SIGKILL \(by a user, [^)]*\)|a signal, or ended by os\._exit)"  # rank one, or the first process
-    assert re.fullmatch(rf"fabric: rank [01] on \S+ failed first: killed by {by}; rank [01] .*\n", done.stderr)
+    signal = r"(SIGKILL \(by a user, [^)]*\)|a signal, or ended by os\._exit)"  # of rank one, or of the first
+    last = rf"fabric: rank [01] on \S+ failed first: killed by {signal}; rank [01] .*\n"
+    assert re.fullmatch(last, done.stderr)
     assert done.stdout.splitlines() == [
         f"undisturbed: step 1 to step {STEPS}, exit code 0",
         "killed: step 1 to step 42, exit code 137",
