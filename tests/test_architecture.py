@@ -54,7 +54,7 @@ ORDER = [
         "fabric.replicas",
         "fabric.throughput",
     ],
-    ["fabric.utilities.throughput", "fabric.watchdog"],
+    ["fabric.loss_check", "fabric.utilities.throughput", "fabric.watchdog"],
     ["fabric.strategies"],
     ["fabric.checkpoint.latest"],
     ["fabric.integrations"],
@@ -236,6 +236,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.guard": set(),
     "fabric.launch.functions": set(),
     "fabric.loggers": set(),
+    "fabric.loss_check": {"fabric.replicas"},
     "fabric.metrics": set(),
     **{
         f"fabric.plugins.environments.{name}": set()

@@ -18,14 +18,13 @@ from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
-from fabric.data.unequal import FirstCall, FirstLosses
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-_COUNTING = ("fabric.data.", "fabric.precision.", "fabric.replicas.", "fabric.strategies.")
+_COUNTING = tuple(f"fabric.{name}." for name in ("data", "loss_check", "precision", "replicas", "strategies"))
 """Modules with objects that count steps and backwards, and check ranks in some of them."""
 
 
@@ -49,8 +48,6 @@ class StepUndo:
         self._positions: list[tuple[Any, Any]] = []
         self._counters: list[tuple[Any, dict[str, int]]] = []
         self._generators: list[tuple[Any, Any]] = []
-        self._first_calls: list[tuple[FirstCall, int | None, int, int]] = []
-        self._first_losses: list[tuple[FirstLosses, int]] = []
         self._scale = copy.deepcopy(strategy.precision.state_dict())
         self._rng = collect_rng_states()
         for live in gc.get_objects():
@@ -68,10 +65,6 @@ class StepUndo:
                     drawn = [live._user_loader.generator, *getattr(live._adapter, "generators", ())]
                     found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
                     self._generators += [(one, one.get_state()) for one in found.values()]
-            elif kind is FirstCall:
-                self._first_calls.append((live, live.rows, len(live.digests), len(live.sizes)))
-            elif kind is FirstLosses:
-                self._first_losses.append((live, len(live.losses)))
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
                 # An error on this rank only leaves other numbers than on other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
@@ -88,6 +81,8 @@ class StepUndo:
     def __enter__(self) -> None:
         strategy, channel = self._strategy, self._strategy.channel()
         self._stack.callback(add_step_listener(self))
+        for trial in strategy.hooks["trial"]:
+            self._stack.enter_context(trial())
         # Nothing communicates, so replicas differ.
         for owner, name in ((strategy.layout, "after_sync"), (strategy, "facts_part"), (channel, "facts")):
             self._stack.enter_context(mock.patch.object(owner, name, None))
@@ -112,11 +107,6 @@ class StepUndo:
             tensor.data.copy_(value)
         for counting, numbers in self._counters:
             vars(counting).update(numbers)
-        for first, rows, batches, sizes in self._first_calls:
-            first.rows = rows
-            del first.digests[batches:], first.sizes[sizes:]
-        for listener, number in self._first_losses:
-            del listener.losses[number:], listener.values[number:]
         for generator, state in self._generators:
             generator.set_state(state)
         self._strategy.precision.load_state_dict(copy.deepcopy(self._scale))

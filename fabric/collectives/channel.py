@@ -82,8 +82,8 @@ class Channel:
         self.collective, self.transport = collective, transport
         self.facts: Any = None
         """The facts that ranks compare in each call, in addition to the call: see `Part.facts`."""
-        self.mean_gradients: list[Any] | None = None
-        """Gradients through means in place, until ranks compare them; None: they are not recorded."""
+        self.reducing: Callable[..., None] | None = None
+        """Called before tensors are reduced in place: see `Part.reducing`."""
         self._guard: Callable[[], Any | None] = lambda: None
 
     def __reduce__(self) -> Any:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from fabric.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
-from fabric.collectives.reduced_gradients import watch_gradients
 from fabric.core._torch import foreach_copy_
 from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
 
@@ -59,8 +58,10 @@ def reduce_tree(
         tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
         check_writable(tensors, op)
     label = label or f"all_reduce({op_name(op)})"
-    if torch.is_grad_enabled() and channel.world_size > 1:
-        watch_gradients(leaves, label, op == _Op.AVG, channel)
+    if channel.reducing is not None and torch.is_grad_enabled():
+        computed = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        if computed:
+            channel.reducing(computed, label, op == _Op.AVG, channel)
     result = unflatten(tensors, spec, data)
     works: list[Any] = []
     with _writable(tensors):
@@ -109,7 +110,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         or not tensor.is_contiguous()
         or tensor.is_neg()
         or tensor.is_inference()
-        or (tensor.requires_grad and (op != "mean" or channel.mean_gradients is not None))
+        or (tensor.requires_grad and channel.reducing is not None and (op != "mean" or tensor.dim()))
     ):
         return False
     with torch.no_grad():

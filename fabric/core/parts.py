@@ -7,6 +7,7 @@ it, so an unused capability costs nothing. Parts are called in the order of that
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,16 @@ class Part:
     def normalizing(self) -> None:
         """Record that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
 
+    def reducing(self, tensors: list[Tensor], label: str, is_mean: bool, channel: Any) -> None:
+        """Run before the reduction over ranks is written into tensors that a graph computed.
+
+        Args:
+            tensors: Those of the call with a `grad_fn`, while gradients are enabled.
+            label: The user's call, for messages.
+            is_mean: Whether the operation is a mean.
+            channel: The group.
+        """
+
     def stepping(self, optimizer: Optimizer) -> None:
         """Run before an optimizer's first step, if all of its parameters are averaged; also without setup."""
 
@@ -104,6 +115,10 @@ class Part:
             uneven_rows: Rows of the epoch's last global batch, if ranks had unequal or repeated shares of it
                 and the user did not choose so; else 0.
         """
+
+    def trial(self) -> AbstractContextManager[Any]:
+        """Return a context of training steps that are undone afterwards (`fabric.find_batch_size`)."""
+        return nullcontext()
 
     def saving(self) -> None:
         """Run before values are written to a checkpoint. All ranks must call this."""

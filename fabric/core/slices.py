@@ -26,6 +26,7 @@ SLICES = {
     "iterable": "fabric.data.iterable.iterables",
     "latest": "fabric.checkpoint.latest.latest",
     "logged numbers": "fabric.collectives.extra.scalars",
+    "loss check": "fabric.loss_check.check",
     "metrics": "fabric.metrics.sync",
     "plan": "fabric.tools.plan.command",
     "plan arguments": "fabric.tools.plan.arguments",
@@ -47,7 +48,7 @@ SLICES = {
 }
 """Slice names to the modules that other folders call."""
 
-PARTS = ("watchdog", "replicas")
+PARTS = ("watchdog", "replicas", "loss check")
 """Slices with a `make_part(strategy)`: the parts that a strategy of several ranks has at launch, in order."""
 
 

@@ -41,8 +41,3 @@ def without_worker_info() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
-
-
-def saved(node: Any, name: str) -> Any:
-    """Return what a node of the graph of a loss saved for its backward; None: nothing by that name."""
-    return getattr(node, f"_saved_{name}", None)

@@ -24,13 +24,12 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
-from fabric.data.unequal import FirstRows, compare_first_calls, restore_forwards, warn_of_last_batch
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -89,16 +88,14 @@ class ReplicaCheck(Part):
         self._tracked: weakref.WeakKeyDictionary[Any, _TrackedObject] = weakref.WeakKeyDictionary()
         self._num_optimizers = 0
         """Number of optimizers that were set up; equal on all ranks, even if some were garbage-collected."""
-        self.first_rows: list[Any] = []
-        """The `FirstRows` of each model until they are compared."""
+        self.backward_listeners: list[Callable[[int], None]] = []
+        """Called with `backwards` on all ranks after each of them, until they are removed."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
         self._steps_at_messages = (0, 0)
         """Optimizer steps at the last two messages. At the first one the facts were equal on all ranks."""
         self._steps_at_equal_values = 0
         self._comparing = self._warned = False
-        self._ignores_rows = False
-        """Whether unequal rows need no warning: the loop divides by their number, or there was one."""
         self._compares_facts = every is not False and strategy.traits.lockstep
         """Whether hyper-parameters, counters and ends of epochs are compared."""
         # Without replicated states, each rank steps other parameters.
@@ -120,9 +117,6 @@ class ReplicaCheck(Part):
                 "model", len(self._models), model.module, rank_local
             )
             self._models.append(tracked)
-            if self._compares_facts and not self.backwards:  # local SGD averages no gradients
-                self.first_rows.append(FirstRows(model, digest_of))
-                self._strategy.channel().mean_gradients = []
         for optimizer in optimizers:
             tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
             self._optimizers[self._num_optimizers] = tracked
@@ -144,10 +138,6 @@ class ReplicaCheck(Part):
             )
             tracked.name = f"the optimizer of {held[0]}, ... ({type(optimizer).__name__})"
             optimizer.register_step_post_hook(tracked.count)
-
-    def normalizing(self) -> None:
-        """Skip the comparison of row counts: the loop divides by the global count."""
-        self._ignores_rows = True
 
     def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
         """Include the arguments of `clip_gradients` in the facts."""
@@ -237,8 +227,6 @@ class ReplicaCheck(Part):
         if not held or not self._every:
             return
         self.backwards += 1
-        if self.backwards == 2:
-            restore_forwards(self.first_rows)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
             names = ", ".join([tracked.name for tracked in held])
@@ -247,9 +235,8 @@ class ReplicaCheck(Part):
             # backward makes equal.
             buffers = [tracked for tracked, module in held.items() if module.training]
             self.compare(label, buffers=buffers, only=only)
-            if self.first_rows and self.backwards > 1:
-                first, self.first_rows = self.first_rows, []
-                compare_first_calls(first, self._strategy, self._ignores_rows)
+        for listener in [*self.backward_listeners]:
+            listener(self.backwards)
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""
@@ -260,9 +247,6 @@ class ReplicaCheck(Part):
         if self.backwards > backwards_at_begin and self._every and self._compares_facts:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
-            if uneven_rows and not self._ignores_rows:
-                self._ignores_rows = True
-                warn_of_last_batch(uneven_rows, self._strategy)
 
     def saving(self) -> None:
         """Compare all values before rank zero writes them. All ranks must call this."""

@@ -43,6 +43,7 @@ class Exchange:
     hooks: dict[str, list[Callable[..., Any]]]
     """{name of a hook of `Part`: methods of the parts that override it}."""
     facts_part: Any = None
+    reducing: Callable[..., None] | None = None
     """The part whose `facts` each call check compares, or None."""
     process_group: Any | None = None
     """The process group of the strategy's ranks; None: all ranks of the job."""
@@ -64,6 +65,7 @@ class Exchange:
             "_channel": None,
             "_data_parallel": None,
             "facts_part": None,
+            "reducing": None,
             "slice_parts": [],
             "data_placement": None,
         }
@@ -111,7 +113,7 @@ class Exchange:
         cached = self._channel
         if group is not None:
             channel = self.make_channel(group)
-            channel.facts = self.facts_part
+            channel.facts, channel.reducing = self.facts_part, self.reducing
             return channel
         if (
             cached is None
@@ -119,7 +121,7 @@ class Exchange:
             or cached.transport is not self.transport
         ):
             cached = self._channel = self.make_channel(None)
-            cached.facts = self.facts_part
+            cached.facts, cached.reducing = self.facts_part, self.reducing
         return cached
 
     def make_channel(self, group: Any | None) -> Channel:

@@ -223,14 +223,13 @@ class Strategy(Checkpoints):
         self.transport = Exchange.make_transport(self)  # replaced once the process group exists
 
     def setup_environment(self) -> None:
-        """Set this process's device, join the process group, and set up all parts. All ranks must
-        call this.
-        """
+        """Set the device, join the process group, and set up all parts. All ranks must call this."""
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
         self.facts_part = facts_of(self.parts)
         self.hooks = hooks_of(self.parts)
+        self.reducing = composed(self.hooks["reducing"])
         self.layout.channel, self.layout.gate = self.channel(), self.gate
         self.layout.after_sync = composed(self.hooks["synchronised"])
         for join in self.hooks["join"]:

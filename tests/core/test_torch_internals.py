@@ -23,6 +23,7 @@ from fabric.core.torch_versions import collectives_recorded
 from fabric.data import _torch as loaders
 from fabric.guard import _torch as guard
 from fabric.integrations import _torch as integrations
+from fabric.loss_check import _torch as losses
 from fabric.precision import _torch as precision
 from fabric.profile import _torch as profile
 from fabric.replicas import _torch as replicas
@@ -462,12 +463,12 @@ def test_saved_of_loss():
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor([1, -100]))
     node = loss.grad_fn
     assert type(node).__name__ == "NllLossBackward0"
-    assert (loaders.saved(node, "total_weight"), loaders.saved(node, "reduction")) == (1.0, 1)
-    assert loaders.saved(logits.mean().grad_fn, "self_sym_numel") == 6
+    assert (losses.saved(node, "total_weight"), losses.saved(node, "reduction")) == (1.0, 1)
+    assert losses.saved(logits.mean().grad_fn, "self_sym_numel") == 6
     node = (logits.sum() / 4).grad_fn
     assert type(node).__name__ == "DivBackward0"
-    assert loaders.saved(node, "other") == 4
-    assert loaders.saved(node, "nothing") is None
+    assert losses.saved(node, "other") == 4
+    assert losses.saved(node, "nothing") is None
 
 
 def _in_a_group(call: Callable[[], None], tmp_path: Path) -> None:

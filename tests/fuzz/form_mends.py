@@ -24,16 +24,16 @@ def rewrite(owner: object, name: str, old: str, new: str = "") -> None:
 FORM_MENDS = {
     "means over unequal numbers of labels are warned of": Mend(
         """
-import fabric.replicas.check as check
-check.compare_rows = lambda *_, **__: None
+import fabric.loss_check.compare as compare
+compare._compare_rows = lambda *_, **__: None
 """,
         ("ddp", "zero1", "fsdp", "zero2"),
         kind="labels",
     ),
     "gradients through reductions in place are warned of": Mend(
         """
-import fabric.collectives.reduce as reduce
-reduce.watch_gradients = lambda *_: None
+from fabric.loss_check.check import LossCheck
+LossCheck.reducing = lambda *_: None
 """,
         ("ddp", "zero1", "fsdp", "zero2"),
         kind="reduced",
@@ -80,8 +80,8 @@ rewrite(FullyShard, "_check_parameters", "weight is not None and", "False and")
     "losses of recurrent numbers are not followed to their end": Mend(
         """
 from form_mends import rewrite
-import fabric.data.unequal as unequal
-unequal._MAX_DEPTH = 10**6
+import fabric.loss_check.terms as terms
+terms._MAX_DEPTH = 10**6
 """,
         ("ddp", "zero1", "fsdp"),
         kind="terms",
@@ -89,10 +89,8 @@ unequal._MAX_DEPTH = 10**6
     "a rank with a term of its own is not compared": Mend(
         """
 from form_mends import rewrite
-import fabric.data.unequal as unequal
-import fabric.replicas.check as check
-rewrite(unequal, "compare_rows", "and len({*terms}) == 1")
-check.compare_rows = unequal.compare_rows
+import fabric.loss_check.compare as compare
+rewrite(compare, "_compare_rows", "and len({of_rank.terms[index] for of_rank in by_rank}) == 1")
 """,
         ("ddp", "zero1", "fsdp"),
         kind="terms",
@@ -108,7 +106,7 @@ rewrite(Replicate, "around_pass", "p is not None and p.requires_grad]", "False]"
     ),
     "a short last batch is warned of": Mend(
         """
-import fabric.replicas.check as check
+import fabric.loss_check.check as check
 check.warn_of_last_batch = lambda *_: None
 """,
         ("ddp", "zero1", "fsdp"),
@@ -116,16 +114,16 @@ check.warn_of_last_batch = lambda *_: None
     ),
     "numbers that were reduced in place are watched": Mend(
         """
-import fabric.collectives.reduced_gradients as gradients
-gradients.ReducedNumber.warn = lambda self, grad: None
+import fabric.loss_check.in_place as in_place
+in_place.ReducedNumber.warn = lambda self, grad: None
 """,
         ("ddp", "zero1", "fsdp", "zero2"),
         kind="reduced",
     ),
     "gradients of means in place are compared": Mend(
         """
-import fabric.data.unequal as unequal
-unequal.compare_mean_gradients = lambda by_rank: None
+import fabric.loss_check.compare as compare
+compare.compare_mean_gradients = lambda by_rank: None
 """,
         ("ddp", "zero1", "fsdp", "zero2"),
         kind="reduced",
@@ -134,7 +132,7 @@ unequal.compare_mean_gradients = lambda by_rank: None
         """
 from form_mends import rewrite
 from fabric.strategies.ddp.replica_state import ReplicaState
-rewrite(ReplicaState, "is_unsynced", "any(replaced) or")
+rewrite(ReplicaState, "is_unsynced", "any(made) or")
 """,
         ("ddp", "ddp-copies", "zero1"),
         kind="grad",
@@ -151,7 +149,9 @@ FSDP2Runtime.after_grad = lambda *_: None
     "the first rank of a process group warns": Mend(
         """
 from fabric.utilities.rank_zero import rank_zero_only
-type(rank_zero_only).warning_rank = property(lambda self: 0, lambda self, rank: None)
+always_zero = property(lambda self: 0, lambda self, rank: None)
+rank_zero_only.warning_rank
+setattr(type(rank_zero_only), "warning_rank", always_zero)
 """,
         ("ddp-group", "zero1-group"),
         kind="batches",

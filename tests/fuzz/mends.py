@@ -273,8 +273,8 @@ begin.made, FSDPCallGuard.__init__ = made, begin
     ),
     "gradients with other memory are sent": Mend(
         """
-from fabric.strategies.ddp.replicate import _ReplicaState
-_ReplicaState.restore_views = lambda self: None
+from fabric.strategies.ddp.replica_state import ReplicaState
+ReplicaState.restore_views = lambda self: None
 """,
         ("ddp", "ddp-unused", "zero1"),
     ),
@@ -299,8 +299,8 @@ whole.func, parallel.TorchCollective = made, whole
     "models in another order are named": Mend(
         """
 import fabric.strategies.ddp.replicate as replicate
-import fabric.strategies.sharding.gathered as gathered
-replicate.name_of = gathered.name_of = lambda module: "a model"
+import fabric.strategies.sharding.forward_check as forward_check
+replicate.name_of = forward_check.name_of = lambda module: "a model"
 """,
         (*DDP, *SPLIT),
     ),

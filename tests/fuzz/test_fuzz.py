@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
+from form_mends import FORM_MENDS
 from grammar import generate
 from kinds import NAMES
 from layouts import LAYOUTS
+from mends import MENDS as OTHER_MENDS
 from program import DIFFER, ORDER, WARNED, Program
 from refusals import reason
 from runner import ALARM, CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, SAID, Runner
 from shrink import shrunk
 
+MENDS = {**OTHER_MENDS, **FORM_MENDS}
 FIXED = 24  # seeds, one of each layout; `make fuzz` takes as many as there is time for
 PLAIN = (
     "torch.manual_seed(1)",
@@ -259,3 +265,37 @@ def plain_pair(first, then, world) -> Program:
 def test_a_seed_always_makes_the_same_program(layout):
     assert generate(7, layout) == generate(7, layout)
     assert generate(7, layout).body() == generate(7, layout).body()
+
+
+def names_that_are_missing(text: str) -> list[str]:
+    """Attributes that a text sets although they do not exist."""
+    names: dict[str, object] = {}
+    missing = []
+    for statement in ast.parse(text).body:
+        for target in statement.targets if isinstance(statement, ast.Assign) else []:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    owner = eval(ast.unparse(part.value), names)
+                    exists = hasattr(owner, part.attr) or hasattr(builtins, part.attr)
+                    missing += [] if exists or isinstance(owner, FunctionType) else [ast.unparse(part)]
+        exec(compile(ast.Module([statement], []), "undone", "exec"), names)
+    return missing
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_a_mend_is_taken_back_by_names_that_exist(name):
+    """Else nothing is taken back, and `--without` looks for what is not there."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = repr(names_that_are_missing(MENDS[name].undone))
+        except BaseException as error:
+            found = repr(error)
+        os.write(write, found.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        found = answer.read()
+    os.waitpid(child, 0)
+    assert found == "[]"

@@ -55,7 +55,7 @@ def test_a_steady_step_waits_for_nothing(ranks, strategy, precision):
         for seen in ranks.run(steps, strategy, precision, accumulate, world_size=2):
             for number, (kinds, places) in enumerate(seen, 2):
                 if number in (2, 4):  # ranks compare their replicas, in step 2 also first batches and losses
-                    ours = ("fabric/replicas/", "fabric/data/unequal.py")[: 4 // number]
+                    ours = ("fabric/replicas/", "fabric/loss_check/")[: 4 // number]
                     assert all(any(file in place for file in ours) for place in places), seen
                 else:
                     assert kinds == {}, seen

@@ -350,7 +350,7 @@ def through_a_mean_in_place(strategy: str, what: str, sync_grads: bool) -> tuple
                 loss = out.square().sum()
             fabric.backward(loss)
             optimizer.step()
-            recorded = fabric.strategy.channel().mean_gradients
+            recorded = fabric.strategy.find_part("loss check")._first
     return [str(w.message) for w in caught if w.category is RanksDifferWarning], recorded
 
 

@@ -1,4 +1,4 @@
-"""Warnings of gradients that pass through tensors which `reduce.py` reduced in place.
+"""Warnings of gradients that pass through tensors that a verb reduced in place.
 
 A backward treats such a tensor as this rank's own. That is right for a mean, which DDP averages, if losses of
 all ranks have the same gradient of it; and for a sum that only reports the loss: its gradient is a constant.
@@ -6,7 +6,6 @@ all ranks have the same gradient of it; and for a sum that only reports the loss
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,32 +21,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.collectives.channel import Channel
 
-_MAX_GRADIENTS = 64
-"""Largest number of gradients of means that are recorded."""
-
-
-def watch_gradients(leaves: list[Any], label: str, is_mean: bool, channel: Channel) -> None:
-    """Warn in a backward that passes through tensors, before they are reduced in place, or record for
-    `compare_mean_gradients`.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
-            continue
-        line = user_line()
-        if is_mean:  # a number may be the loss, which is scaled after it was reduced for a log
-            if leaf.dim() and (found := channel.mean_gradients) is not None and len(found) < _MAX_GRADIENTS:
-                leaf.register_hook(partial(_record, found, label, line))
-        elif leaf.dim():
-            leaf.register_hook(lambda grad, line=line: _warn(label, line))
-        else:
-            leaf.register_hook(ReducedNumber(leaf, label, line).warn)
-
-
-def _record(found: list[Any], label: str, line: str, grad: Tensor) -> None:
-    grad = torch.view_as_real(grad.detach()) if grad.is_complex() else grad.detach()
-    found.append((label, line, grad.sum(), grad.abs().sum()))
+def watch_sum(tensor: Tensor, label: str) -> None:
+    """Warn if a backward passes through this tensor, into which the sum over ranks is about to be written."""
+    line = user_line()
+    if tensor.dim():
+        tensor.register_hook(lambda grad: _warn(label, line))
+    else:
+        tensor.register_hook(ReducedNumber(tensor, label, line).warn)
 
 
 def compare_mean_gradients(by_rank: Sequence[Sequence[tuple[str, str, float, float]]]) -> None:

@@ -10,7 +10,7 @@ from data_cases import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.data import unequal
+from fabric.loss_check.terms import terms_of
 from fabric.strategies import DDPStrategy
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -109,7 +109,7 @@ def counted(steps):
         for _ in range(steps):
             fabric.backward(model(torch.ones(2, 4)).mean())
             optimizer.step()
-            found.append(calls.count("replica check of first calls"))
+            found.append(calls.count("loss check"))
             calls.clear()
     finally:
         Channel.check_call = met
@@ -308,4 +308,4 @@ def test_a_recurrence_of_numbers_is_not_followed_to_its_end():
     loss = torch.ones(3, requires_grad=True).mean()
     for _ in range(60):
         loss = loss + 0.1 * loss
-    assert unequal._terms(loss.grad_fn) == []
+    assert terms_of(loss.grad_fn) == []

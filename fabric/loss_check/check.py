@@ -1,0 +1,107 @@
+"""`LossCheck`: records losses and batches of the first two backwards, which ranks compare once."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.parts import Part
+from fabric.loss_check.compare import compare_first_steps
+from fabric.loss_check.in_place import watch_sum
+from fabric.loss_check.messages import warn_of_last_batch
+from fabric.loss_check.record import NUM_BACKWARDS, FirstSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabric.collectives.channel import Channel
+
+
+def make_part(strategy: Any) -> LossCheck:
+    """Return the loss check of a strategy with several ranks."""
+    return LossCheck(strategy, strategy.replica_check is not False and strategy.traits.lockstep)
+
+
+class LossCheck(Part):
+    """The record of the first steps, until ranks compare it.
+
+    Args:
+        strategy: A strategy with several ranks, whose process group exists.
+        compares: Whether ranks compare steps. Without it, only sums in place are watched.
+    """
+
+    name = "loss check"
+
+    def __init__(self, strategy: Any, compares: bool) -> None:
+        self._strategy = weakref.proxy(strategy)
+        self._compares = compares
+        self._first: FirstSteps | None = None
+        self._replica_check: Any = None
+        self._ignores_rows = False
+        """Whether unequal rows need no warning: the loop divides by their number, or there was one."""
+
+    def join(self, strategy: Any) -> None:
+        """Count backwards with the replica check."""
+        self._replica_check = strategy.find_part("replica check")
+        if self._compares:
+            self._replica_check.backward_listeners.append(self._compare)
+
+    def added(
+        self,
+        model: Any | None,
+        optimizers: Iterable[Optimizer],
+        *,
+        replicated: bool,
+        rank_local: Iterable[str],
+    ) -> None:
+        """Record the first calls of a model, if it is replicated and no backward was synchronised."""
+        if model is not None and replicated and self._compares and not self._replica_check.backwards:
+            self._first = self._first or FirstSteps()
+            self._first.add_model(model)
+
+    def normalizing(self) -> None:
+        """Skip the comparison of row counts: the loop divides by the global count."""
+        self._ignores_rows = True
+
+    def reducing(self, tensors: list[Tensor], label: str, is_mean: bool, channel: Channel) -> None:
+        """Watch the gradients of tensors that are reduced in place."""
+        for tensor in tensors:
+            if not is_mean:
+                watch_sum(tensor, label)
+            elif self._first is not None and channel is self._strategy.channel():
+                self._first.watch_mean(tensor, label)
+
+    def _compare(self, num_backwards: int) -> None:
+        """Compare the first steps after the second synchronised backward. All ranks must call this."""
+        if num_backwards < NUM_BACKWARDS or self._first is None:
+            return
+        self._first.finish()
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            first, self._first = self._first, None
+            self._replica_check.backward_listeners.remove(self._compare)
+            compare_first_steps(first, self._strategy, self._ignores_rows)
+
+    def epoch_ended(self, begun: Any, uneven_rows: int) -> None:
+        """Warn once of a last batch that ranks could not share equally."""
+        if uneven_rows and not self._ignores_rows:
+            self._ignores_rows = True
+            warn_of_last_batch(uneven_rows, self._strategy)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Context of training steps that are undone: they are not recorded."""
+        first, self._first = self._first, None
+        if first is not None:
+            first.active = False
+        try:
+            yield
+        finally:
+            self._first = first
+            if first is not None:
+                first.active = True

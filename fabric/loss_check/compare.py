@@ -1,0 +1,111 @@
+"""Comparison over ranks of the first calls of models and of their losses.
+
+The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows. So it is with tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabric.loss_check.in_place import compare_mean_gradients
+from fabric.loss_check.messages import warn_of_same, warn_of_sum, warn_of_unequal, warn_of_weights
+from fabric.loss_check.record import MAX_CALLS, NUM_BACKWARDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabric.loss_check.record import FirstSteps
+    from fabric.loss_check.terms import Term
+
+
+def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> None:
+    """Compare over ranks: rows of all models, the weight of an item in two losses, the batches, gradients
+    of means in place. Warn if gradients averaged over ranks are not those of one process. All ranks must call
+    this, after the second synchronised backward or later.
+
+    Args:
+        first: What was recorded.
+        strategy: Of the models.
+        ignore_rows: Whether the loop called `normalize_gradients`, so that rows and items may differ.
+    """
+    digests = [[int(digest) for digest in calls.digests] for calls in first.calls]
+    means = [(label, line, float(total), float(size)) for label, line, total, size in first.means]
+    values = [None if value is None else float(value) for value in first.values]
+    local = _facts_of(first), digests, means, values
+    gathered = strategy.all_gather_object(local, label="loss check")
+    facts, digests_by_rank, means_by_rank, values_by_rank = zip(*gathered, strict=True)
+    compare_mean_gradients(means_by_rank)
+    if not ignore_rows:
+        _compare_rows(facts)
+    replicas = (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+    if len(gathered) != replicas or replicas == 1:
+        return  # some ranks need the same batches, as those of a pipeline do
+    if not ignore_rows and all([of_rank.is_sum for of_rank in facts]):
+        warn_of_sum(replicas)
+    if None in values or not all([of_rank == values for of_rank in values_by_rank]):
+        return  # what is learned from equal batches may differ: actions that were drawn, other losses
+    for calls, by_rank in zip(first.calls, zip(*digests_by_rank, strict=True), strict=True):
+        if len({*by_rank[0]}) == NUM_BACKWARDS and all([of_rank == by_rank[0] for of_rank in by_rank]):
+            warn_of_same(calls.name, replicas)
+
+
+class _Compared(NamedTuple):
+    """Facts of rows and losses of the first calls that ranks compare."""
+
+    terms: tuple[int, ...]
+    """Number of terms of each loss."""
+    weights: tuple[float, ...]
+    """The weight of an item in each; 0: unknown."""
+    sizes: tuple[tuple[int, ...], ...]
+    """As `FirstCalls.sizes`, of each model."""
+    rows: tuple[int, ...]
+    """Rows of each model."""
+    is_sum: bool
+    """Whether the first loss is a sum over rows."""
+
+
+def _facts_of(first: FirstSteps) -> _Compared:
+    losses, model = first.losses, next((calls for calls in first.calls if any(calls.sizes)), None)
+    return _Compared(
+        terms=tuple(map(len, losses)),
+        weights=tuple([sum([term.weight() for term in terms]) for terms in losses]),
+        sizes=tuple([tuple(calls.sizes) for calls in first.calls]),
+        rows=tuple([calls.rows or 0 for calls in first.calls]),
+        is_sum=bool(losses) and model is not None and model.dims > 1 and _is_sum(losses[0], model.sizes[0]),
+    )
+
+
+def _compare_rows(by_rank: Sequence[_Compared]) -> None:
+    """Warn if rows, or weights of items, differ between ranks."""
+    unequal = [rows for rows in zip(*[of_rank.rows for of_rank in by_rank], strict=True) if all(rows)]
+    unequal = [rows for rows in unequal if len({*rows}) > 1]
+    for rows in unequal:
+        warn_of_unequal([*rows])
+    if unequal:
+        return
+    sizes = [next((calls[0] for calls in of_rank.sizes if any(calls)), 0) for of_rank in by_rank]
+    complete = all([len(calls) < MAX_CALLS for of_rank in by_rank for calls in of_rank.sizes])
+    equal_sizes = complete and len({of_rank.sizes for of_rank in by_rank}) == 1
+    for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
+        weights = [of_rank.weights[index] for of_rank in by_rank]
+        # A rank with a term of its own has another loss.
+        comparable = all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1
+        # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. Which
+        # rows a later loss is of is not known.
+        of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
+        if comparable and (equal_sizes or not index) and _differ(weights) and _differ(of_rows):
+            warn_of_weights(weights)
+            return
+
+
+def _is_sum(terms: list[Term], rows: int) -> bool:
+    """Whether a loss is a sum over `rows` rows: no term is a mean, and one is known to sum their losses."""
+    weights = [abs(term.weight()) for term in terms]
+    pairs = [*zip(terms, weights, strict=True)] if rows > 1 else []
+    sums = [1 for term, weight in pairs if weight == 1 and term.numel > 0 and term.numel % rows == 0]
+    return bool(sums) and min(weights) > 1 / rows
+
+
+def _differ(numbers: Sequence[float]) -> bool:
+    return not all([math.isclose(numbers[0], each, rel_tol=1e-4) for each in numbers])

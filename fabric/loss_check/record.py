@@ -1,0 +1,147 @@
+"""Records of the first two steps: calls of set-up models, losses, and gradients of means in place."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core._torch import in_function_transform
+from fabric.core.backward_listeners import add_backward_listener
+from fabric.core.source import user_line
+from fabric.core.tree import flatten
+from fabric.data.loader import sharded_iterations
+from fabric.loss_check.terms import Term, terms_of
+from fabric.replicas.digest import digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+NUM_BACKWARDS = 2
+"""Synchronised backwards whose calls are recorded: a loop that trains on one batch only has the same on all
+ranks, in both.
+"""
+MAX_CALLS = 64
+"""Largest number of calls whose rows are recorded."""
+_MAX_MEANS = 64
+"""Largest number of gradients of means that are recorded."""
+
+
+class FirstSteps:
+    """The record of this rank, until ranks compare it. A backward listener."""
+
+    def __init__(self) -> None:
+        self.active = True
+        """Whether calls, losses and gradients are recorded now."""
+        self.calls: list[FirstCalls] = []
+        """Those of each model, in the order of setup."""
+        self.losses: list[list[Term]] = []
+        """The terms of the first two losses; none if one is unknown."""
+        self.values: list[Any] = []
+        """The first two losses; None: no scalar."""
+        self.means: list[tuple[str, str, Tensor, Tensor]] = []
+        """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
+        add_backward_listener(self)
+
+    def add_model(self, wrapped: Any) -> None:
+        """Record the first calls of a model, as `fabric.setup` returns it."""
+        self.calls.append(FirstCalls(wrapped, self))
+
+    def finish(self) -> None:
+        """Record nothing more, and restore the forwards of all models."""
+        self.active = False
+        for calls in self.calls:
+            calls.restore_forward()
+
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Record the factors of the loss, whose graph the backward frees, and run the backward."""
+        roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
+        is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
+        if self.active and len(self.losses) < NUM_BACKWARDS:
+            self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
+            self.values.append(roots[0].detach() if is_loss else None)
+        run(tensors, *args, **kwargs)
+
+    def after_nested_pass(self) -> None:
+        """Do nothing: a nested pass is a part of the loss."""
+
+    def watch_mean(self, tensor: Tensor, label: str) -> None:
+        """Record the gradient of a tensor, before its mean over ranks is written into it."""
+        if tensor.dim() and len(self.means) < _MAX_MEANS:  # a number may be the loss, scaled after a log
+            tensor.register_hook(partial(self._record_mean, label, user_line()))
+
+    def _record_mean(self, label: str, line: str, grad: Tensor) -> None:
+        if self.active:
+            grad = torch.view_as_real(grad.detach()) if grad.is_complex() else grad.detach()
+            self.means.append((label, line, grad.sum(), grad.abs().sum()))
+
+
+class FirstCalls:
+    """The first training calls of one set-up model, which it refers to weakly.
+
+    Args:
+        wrapped: The model, whose forward records calls from now on.
+        steps: Its `active` says whether calls are recorded.
+    """
+
+    def __init__(self, wrapped: Any, steps: FirstSteps) -> None:
+        attributes = vars(wrapped)
+        forward = attributes["forward"] = _RecordingForward(attributes["forward"], self)
+        # Weakly: torch's gradient hooks, which garbage collection does not see, have references back.
+        self._model, self._forward, self._steps = map(weakref.ref, (wrapped, forward, steps))
+        self.name = type(wrapped.module).__name__
+        self.digests: list[Any] = []
+        """Digests of the tensors of the first two calls; of none if Fabric shards the data, or if there are
+        other objects, which may have data of this rank."""
+        self.rows: int | None = None
+        """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
+        self.sizes: list[int] = []
+        """Rows of the first tensor in each call, also if Fabric shards the data."""
+        self.dims = 0
+        """Dimensions of the first tensor."""
+
+    def record(self, args: Any, kwargs: Any) -> None:
+        """Record a call, unless enough are recorded."""
+        steps = self._steps()
+        if steps is None or not steps.active or len(self.sizes) == MAX_CALLS:
+            return
+        leaves = flatten((args, kwargs))[0]
+        shape = next((shape for leaf in leaves if (shape := getattr(leaf, "shape", ()))), ())
+        self.sizes.append(shape[0] if shape else 0)
+        if self.rows is None:
+            self.rows, self.dims = 0 if sharded_iterations else self.sizes[0], len(shape)
+        plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | int | float | str | None)]
+        known = not (sharded_iterations or others or in_function_transform())
+        if known and len(self.digests) < NUM_BACKWARDS and any([leaf.numel() > 1 for leaf in plain]):
+            self.digests.append(digest_of(plain))
+
+    def restore_forward(self) -> None:
+        """Restore the original forward, unless it was compiled: torch would compile the original again."""
+        model, forward = self._model(), self._forward()
+        if model is None or forward is None or self.rows is None:
+            return
+        if vars(model).get("forward") is forward:
+            vars(model)["forward"] = forward.call
+
+
+class _RecordingForward:
+    """The forward of a set-up model, which records its calls.
+
+    Not a hook of the module, since `torch.compile` would trace it.
+    """
+
+    __slots__ = ("__weakref__", "call", "calls")
+
+    def __init__(self, call: Callable[..., Any], calls: FirstCalls) -> None:
+        self.call, self.calls = call, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call, and run the forward."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.calls.record(args, kwargs)
+        return self.call(*args, **kwargs)
