@@ -26,6 +26,7 @@ from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
+from fabric.utilities.init import name_of
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class ReplicaCheck(Part):
         self._models: list[_TrackedObject] = []
         self._optimizers: dict[int, _TrackedObject] = {}
         self._tracked: weakref.WeakKeyDictionary[Any, _TrackedObject] = weakref.WeakKeyDictionary()
+        self._shared: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         self._num_optimizers = 0
         """Number of optimizers that were set up; equal on all ranks, even if some were garbage-collected."""
         self.backward_listeners: list[Callable[[int], None]] = []
@@ -224,12 +226,12 @@ class ReplicaCheck(Part):
             ReplicasDivergedError: A check was due, and the ranks differ.
         """
         held = {self._tracked[module]: module for module in modules if module in self._tracked}
-        if not held or not self._every:
+        if not self._every or not (held or any([self._is_shared(module) for module in modules])):
             return
         self.backwards += 1
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
-            names = ", ".join([tracked.name for tracked in held])
+            names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules)])
             label = f"replica check after backward {self.backwards}, of {names}"
             # Only buffers of these models: a forward may have changed those of others, which their next
             # backward makes equal.
@@ -237,6 +239,14 @@ class ReplicaCheck(Part):
             self.compare(label, buffers=buffers, only=only)
         for listener in [*self.backward_listeners]:
             listener(self.backwards)
+
+    def _is_shared(self, module: Module) -> bool:
+        """Whether models that are compared share this module, which a layout made of their parameters."""
+        if module not in self._shared:
+            models = [model for tracked in self._models if (model := tracked.ref()) is not None]
+            compared = {id(p) for model in models for p in model.parameters()}
+            self._shared[module] = any([id(p) in compared for p in module.parameters()])
+        return self._shared[module]
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""

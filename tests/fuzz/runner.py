@@ -263,6 +263,8 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
         )
         word = REFUSED if first["kind"] == "ours" else FOREIGN
         differs = DIFFER in program.body() or UNEQUAL_CALLS in program.body()
+        # Where the loop replaced averaged gradients by its own, only the values after the step show it.
+        differs = differs or any("never synchronised" in one for one in owed)
         if "ReplicasDivergedError" in first["error"] and not differs:
             word = ALARM
         at = next(rank for rank, report in enumerate(reports) if report is first)
