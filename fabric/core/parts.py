@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.traits import overridden
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
     from torch.nn import Module
@@ -97,10 +97,11 @@ class Part:
     def stepping(self, optimizer: Optimizer) -> None:
         """Run before an optimizer's first step, if all of its parameters are averaged; also without setup."""
 
-    def synchronised(self, modules: Iterable[Module], only: list[Tensor] | None = None) -> None:
+    def synchronised(self, modules: Collection[Module], only: list[Tensor] | None = None) -> None:
         """Run after gradients of these user modules were synchronised: after the backward, under FSDP at the
         next step, under local SGD after a round.
 
+        `modules` is empty if gradients of free parameters were synchronised, which belong to no model.
         `only`: the parameters that were synchronised; None: all. All ranks must call this.
         """
 

@@ -43,6 +43,8 @@ class LossCheck(Part):
         self._compares = compares
         self._first: FirstSteps | None = None
         self._replica_check: Any = None
+        self._backwards = 0
+        """Number of backwards that synchronised models, until they are compared."""
         self._ignores_rows = False
         """Whether unequal rows need no warning: the loop divides by their number, or there was one."""
 
@@ -61,7 +63,7 @@ class LossCheck(Part):
         rank_local: Iterable[str],
     ) -> None:
         """Record the first calls of a model, if it is replicated and no backward was synchronised."""
-        if model is not None and replicated and self._compares and not self._replica_check.backwards:
+        if model is not None and replicated and self._compares and not self._backwards:
             self._first = self._first or FirstSteps()
             self._first.add_model(model)
 
@@ -77,9 +79,10 @@ class LossCheck(Part):
             elif self._first is not None and channel is self._strategy.channel():
                 self._first.watch_mean(tensor, label)
 
-    def _compare(self, num_backwards: int) -> None:
+    def _compare(self) -> None:
         """Compare the first steps after the second synchronised backward. All ranks must call this."""
-        if num_backwards < NUM_BACKWARDS or self._first is None:
+        self._backwards += 1
+        if self._backwards < NUM_BACKWARDS or self._first is None:
             return
         self._first.finish()
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -90,8 +90,10 @@ class ReplicaCheck(Part):
         self._shared: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         self._num_optimizers = 0
         """Number of optimizers that were set up; equal on all ranks, even if some were garbage-collected."""
-        self.backward_listeners: list[Callable[[int], None]] = []
-        """Called with `backwards` on all ranks after each of them, until they are removed."""
+        self.backward_listeners: list[Callable[[], None]] = []
+        """Called on all ranks after each backward that synchronised models, until they are removed."""
+        self._trains_models = False
+        """Whether there was such a backward."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
         self._steps_at_messages = (0, 0)
@@ -219,26 +221,31 @@ class ReplicaCheck(Part):
 
     # values
 
-    def synchronised(self, modules: Iterable[Module], only: list[Tensor] | None = None) -> None:
+    def synchronised(self, modules: Collection[Module], only: list[Tensor] | None = None) -> None:
         """Count a backward (local SGD: a round) that synchronised these models. All ranks must call this.
 
         Raises:
             ReplicasDivergedError: A check was due, and the ranks differ.
         """
         held = {self._tracked[module]: module for module in modules if module in self._tracked}
-        if not self._every or not (held or any([self._is_shared(module) for module in modules])):
+        if held or any([self._is_shared(module) for module in modules]):
+            self._trains_models = True
+        elif modules or self._trains_models:  # steps of models compare free parameters, too
+            return
+        if not self._every:
             return
         self.backwards += 1
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
             names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules)])
+            names = names or "free parameters"
             label = f"replica check after backward {self.backwards}, of {names}"
             # Only buffers of these models: a forward may have changed those of others, which their next
             # backward makes equal.
             buffers = [tracked for tracked, module in held.items() if module.training]
             self.compare(label, buffers=buffers, only=only)
-        for listener in [*self.backward_listeners]:
-            listener(self.backwards)
+        for listener in [*self.backward_listeners] if modules else ():
+            listener()
 
     def _is_shared(self, module: Module) -> bool:
         """Whether models that are compared share this module, which a layout made of their parameters."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.collectives.channel import Channel
+    from fabric.strategies.layout import Layout
 
 
 class FreeParameters:
@@ -37,10 +38,11 @@ class FreeParameters:
 
     Args:
         channel: The ranks over which gradients are averaged.
+        layout: Its `after_sync` is called after gradients were averaged.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, layout: Layout) -> None:
+        self._channel, self._layout = channel, weakref.ref(layout)
         self._refs: dict[int, weakref.ref[Tensor]] = {}
         add_backward_listener(self)
 
@@ -63,6 +65,9 @@ class FreeParameters:
             indices = ", ".join([str(index) for index, key in enumerate(before) if key in changed])
             self._channel.check_call(call_of("backward", f"gradients of free parameters {indices}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
+            layout = self._layout()
+            if layout is not None and layout.after_sync is not None and layout.traits.lockstep:
+                layout.after_sync(())
 
     def after_nested_pass(self) -> None:
         """Do nothing: gradients are averaged at the end of the outermost pass."""

@@ -135,7 +135,7 @@ class Layout(Part):
         if free and self.channel is not None and self.channel.world_size > 1:
             from fabric.strategies.free import FreeParameters
 
-            self.free_parameters = self.free_parameters or FreeParameters(self.channel)
+            self.free_parameters = self.free_parameters or FreeParameters(self.channel, self)
             self.free_parameters.add(free)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
