@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.layout import Layout
 
 
 class FreeParameters:
@@ -41,7 +40,7 @@ class FreeParameters:
         layout: Its `after_sync` is called after gradients were averaged.
     """
 
-    def __init__(self, channel: Channel, layout: Layout) -> None:
+    def __init__(self, channel: Channel, layout: Any) -> None:
         self._channel, self._layout = channel, weakref.ref(layout)
         self._refs: dict[int, weakref.ref[Tensor]] = {}
         add_backward_listener(self)
