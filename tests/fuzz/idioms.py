@@ -21,9 +21,7 @@ class Sparse(nn.Module):
 def labels(fabric, seed, spread):
     """A joined batch (12,) of classes; -100 is no label: "none", one in each part ("even"), or "uneven"."""
     y = torch.randint(0, 4, (ROWS,), generator=torch.Generator().manual_seed(seed))
-    y = (
-        y.sort().values
-    )  # so that sums of class weights differ between parts, in the two losses that are compared
+    y = y.sort().values  # so that the sums of class weights of parts differ
     count = fabric.replicas if isinstance(fabric, Plain) else place(fabric)[1]
     for rank, part in enumerate(y.chunk(count)):
         left_out = {"none": 0, "even": 1, "uneven": min(rank, len(part) - 1)}[spread]
