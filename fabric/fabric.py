@@ -132,7 +132,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             raise attribute_error(self, name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Launch the ranks and run a subclass's `run` on each of them.
+        """Launch the ranks and call a subclass's `run(*args, **kwargs)` on each. All ranks must call this.
 
         Raises:
             UsageError: The subclass has no `run`.
@@ -145,7 +145,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks and run the same code on each. Later calls only call `function`.
 
-        If the ranks are scripts, the process that starts them supervises them to their end, and exits here.
+        If the ranks are scripts, all ranks must call this. The process that starts them supervises them to
+        their end, and exits here.
 
         Args:
             function: Called on every rank as function(fabric, *args, **kwargs). Required if processes are
@@ -308,11 +309,12 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
     @explains_arguments("fabric.autocast")
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which operations outside `forward` run in the strategy's precision."""
+        """Context in which operations outside `forward` run in the strategy's precision. No rank waits."""
         return self._strategy.precision.forward_context()
 
     def no_backward_sync(self, module: _FabricModule, enabled: bool = True) -> AbstractContextManager[Any]:
         """Context in which backward passes keep gradients local, for all but the last micro-batch of a step.
+        All ranks must call this, with the same `enabled`.
 
         Args:
             module: The model that `setup` returned.
@@ -352,18 +354,18 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
     @explains_arguments("fabric.to_device")
     def to_device(self, obj: Any) -> Any:
-        """`obj` on this process's device: a module (moved in place), a tensor, or a nesting of tensors."""
+        """`obj` (a module, moved in place; a tensor; a nesting) on this rank's device. No rank waits."""
         if isinstance(obj, torch.nn.Module):
             self._strategy.module_to_device(obj)
             return obj
         return self._strategy.batch_to_device(obj)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Context in which new tensors are made on this device, in this precision's dtype."""
+        """Context in which new tensors are made on this device, in this precision's dtype. No rank waits."""
         return self._strategy.tensor_init_context()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which new modules are made on this device, in this precision's dtype.
+        """Context in which new modules are made on this device, in this precision's dtype. No rank waits.
 
         Args:
             empty_init: True: weights are not initialised but NaN, for models that load a checkpoint. With
@@ -374,7 +376,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         return self._strategy.module_init_context(empty_init)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """The older name of `init_module()` for sharded strategies."""
+        """The older name of `init_module()` for sharded strategies. No rank waits."""
         self._require_launch("sharded_model()")
         return self._strategy.module_sharded_context()
 
@@ -386,7 +388,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         *,
         per_rank: bool = False,
     ) -> int:
-        """Seed Python, numpy and torch; loaders and workers derive their streams from it.
+        """Seed Python, numpy and torch; loaders and workers derive their streams from it. No rank waits.
 
         Args:
             seed: 0 to 2**32 - 1; None: FABRIC_GLOBAL_SEED, or 0.

@@ -106,7 +106,7 @@ class RankFacts:
         return self._loggers[0]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on rank zero of each machine only."""
+        """Call Python's `print(*args, **kwargs)` on rank zero of each machine only. No rank waits."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
@@ -157,7 +157,7 @@ class RankFacts:
             )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`.
+        """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`. No rank waits.
 
         Raises:
             ArgumentTypeError: `hook_name` is not a str.

@@ -112,7 +112,7 @@ class _FabricModule(Module):
         self._fabric_marked.add(name)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the unsharded state dict under the user's own keys.
+        """Return the unsharded state dict under the user's own keys. Arguments as for torch's `state_dict`.
 
         If parameters are sharded, all ranks must call this.
         """
@@ -137,7 +137,7 @@ class _FabricModule(Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a state dict under the user's own keys, or under those of a compiled module.
+        """Load a `state_dict` with the user's keys, or a compiled module's. Arguments as for torch's.
 
         If parameters are sharded, all ranks must call this.
         """
@@ -158,7 +158,7 @@ class _FabricModule(Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True, *args: Any, **kwargs: Any) -> Self:
-        """Set the mode of the user's module and the modules around it; `args` are for the user's `train`."""
+        """Set `mode` of the user's module and its wrappers; `args`, `kwargs` are for the user's `train`."""
         if args or kwargs:
             self.module.train(mode, *args, **kwargs)
         else:
@@ -171,7 +171,7 @@ class _FabricModule(Module):
         self.__dict__["training"] = self._forward_module.training = self.module.training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters."""
+        """Set the gradients of all parameters to None; to zero if `set_to_none` is False."""
         self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> Self:
@@ -186,7 +186,7 @@ class _FabricModule(Module):
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
-        """The user's module and its submodules, under the user's own names."""
+        """The user's module and its submodules, by the user's names. Arguments as for torch's method."""
         for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
             if not is_compiled(module):
                 yield f"{name}.".replace(_COMPILED, "").removesuffix("."), module
@@ -252,7 +252,7 @@ def _or_users(name: str) -> Callable[..., Any]:
         return self if result is original else result
 
     call.__name__ = name
-    call.__doc__ = f"Call `{name}` of the user's class if it overrides torch's, else torch's."
+    call.__doc__ = f"Call `{name}` of the user's class, else torch's. Arguments as for torch's."
     return call
 
 
@@ -314,7 +314,10 @@ class _FabricOptimizer:
         return inner
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Run a step, with loss scaling and the strategy's part; return the optimizer's result."""
+        """Run a step, with loss scaling and the strategy's part. All ranks must call this.
+
+        Return the result of the optimizer's `step`, which gets `closure` (computes the loss) and `kwargs`.
+        """
         own = self.__dict__
         inner, plan = own["_fabric_inner"], own["_fabric_plan"]
         if plan is not None:
@@ -341,7 +344,7 @@ class _FabricOptimizer:
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `zero_grad` of the real optimizer."""
+        """Call `zero_grad` of the real optimizer with `args` and `kwargs`."""
         # The inherited method would read each attribute through the view.
         return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)
 

@@ -89,8 +89,6 @@ SENDING = {
 ALL_MUST = re.compile(r"ll ranks\b[^.]* must |no other rank")
 EACH_CALL = re.compile(r"must( all)? make each call")  # what a class says of its methods
 ELSEWHERE = re.compile(r"[Aa]rguments\b[^.]*\b(as for|those of) ")
-SPEAKING = re.compile(r"(torch\.)?(device|dtype|(?!Any\b)[A-Z]\w+(\[.*\])?)( \| None)?")
-"""Types that say what a parameter is. A number, a text, a switch or a dictionary needs a word."""
 UNITS = {"timeout|second|interval|delay|margin": "econd", "byte|memory": "byte"}
 
 
@@ -174,11 +172,12 @@ def arguments_not_there(call: Call) -> set[str]:
 
 
 def arguments_without_a_word(call: Call) -> set[str]:
-    asked = [p for p in call.parameters() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    little = [p.name for p in asked if not SPEAKING.fullmatch(str(p.annotation))]
-    return {
-        name for name in little if not (re.search(rf"\b{name}\b", call.said) or ELSEWHERE.search(call.said))
-    }
+    """Parameters neither in `Args:` nor in backticks, unless the text names another docstring for them."""
+    doc = one_line(call.doc)
+    if call.function.__module__ == "typing" or ELSEWHERE.search(doc):  # `__init__` of protocols
+        return set()
+    quoted = {name for code in re.findall(r"`([^`]*)`", doc) for name in re.findall(r"\w+", code)}
+    return {p.name for p in call.parameters()} - call.entries("Args") - quoted
 
 
 def numbers_without_a_unit(call: Call) -> set[str]:
@@ -226,3 +225,11 @@ def collectives_that_do_not_say_so(call: Call) -> set[str]:
 )
 def test_docstrings_and_code_agree(rule: Callable[[Call], set[str]]):
     assert {call.name: wrong for call in calls() if (wrong := rule(call))} == {}
+
+
+@pytest.mark.parametrize("name", [name for name in dir(fabric.Fabric) if name[0] != "_"])
+def test_each_method_of_fabric_says_which_ranks_must_call_it(name):
+    method = inspect.getattr_static(fabric.Fabric, name)
+    if not isinstance(method, property):
+        doc = one_line(inspect.getdoc(method))
+        assert ALL_MUST.search(doc) or "No rank waits" in doc

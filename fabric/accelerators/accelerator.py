@@ -32,7 +32,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def parse_devices(devices: Any) -> Any:
-        """Check the value of `devices=` and return the argument for `get_parallel_devices`.
+        """Check `devices`, the value of `Fabric(devices=)`; return the argument for `get_parallel_devices`.
 
         Raises:
             ArgumentTypeError: The value has a wrong type.
@@ -77,6 +77,6 @@ class Accelerator(ABC):
 
     @classmethod
     def register_accelerators(cls, accelerator_registry: Registry) -> None:
-        """Add this class to a registry, under its name."""
+        """Add this class to `accelerator_registry`, under its name."""
         about = (cls.__doc__ or cls.__name__).partition("\n")[0]
         accelerator_registry.register(cls.name(), cls, description=about)

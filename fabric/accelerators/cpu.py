@@ -24,7 +24,7 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """Return the number of processes: 3 for 3 or "3"; 1 for "auto" and -1.
+        """Return the number of processes that `devices` requests: 3 for 3 or "3"; 1 for "auto" and -1.
 
         Raises:
             ArgumentTypeError: A list, None, a float or a bool.
@@ -49,5 +49,5 @@ class CPUAccelerator(Accelerator):
 
     @classmethod
     def name(cls) -> str:
-        """`"cpu"`."""
+        """Return "cpu"."""
         return "cpu"

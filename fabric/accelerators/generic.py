@@ -47,6 +47,9 @@ class TorchAccelerator(Accelerator):
     def parse_devices(cls, devices: int | str | list[int] | None) -> list[int]:
         """Return the indices of the requested devices, in the user's order.
 
+        Args:
+            devices: "auto", a number, -1 for all, a list of indices, or these as a string.
+
         Raises:
             ArgumentTypeError: A float, a bool, or a list of anything but integers.
             ConfigurationError: No devices, devices that this machine does not have, or one of them twice.

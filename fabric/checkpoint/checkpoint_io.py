@@ -24,7 +24,10 @@ class CheckpointIO(ABC):
     ) -> None:
         """Write `checkpoint` to `path`; afterwards the file is complete, or the old one is untouched.
 
-        `storage_options` are what the user gave for this IO.
+        Args:
+            checkpoint: Tensors and plain data by name, in nested dictionaries and lists.
+            path: File or URL.
+            storage_options: Settings of a subclass for this save; None: its defaults.
         """
 
     @abstractmethod
@@ -34,6 +37,7 @@ class CheckpointIO(ABC):
         """Read what `save_checkpoint` wrote to `path`.
 
         Args:
+            path: File or URL.
             map_location: As in `torch.load`.
             weights_only: False trusts the file and unpickles arbitrary objects.
         """

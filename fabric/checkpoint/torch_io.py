@@ -69,7 +69,7 @@ class TorchCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write to a temporary file in the same directory, flush it to the disk, and rename it over `path`.
+        """Write `checkpoint` to a temporary file next to `path`, flush it to the disk, and rename it.
 
         Raises:
             ConfigurationError: `storage_options` were given; this IO has none. Or a safetensors file cannot
@@ -131,7 +131,7 @@ class TorchCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint at a path of this host whose `sealed` ranges were verified.
 
-        Arguments are those of `load_checkpoint`.
+        Arguments as for `load_checkpoint`.
         """
         return self._read(local_path(path), path, map_location, weights_only)
 

@@ -20,7 +20,7 @@ class CompletedWork:
     """A completed request, for a message that was sent synchronously."""
 
     def wait(self) -> None:
-        """Nothing."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
         """Return True."""
@@ -32,8 +32,7 @@ class Collective(ABC):
 
     `src` and `dst` are global ranks, as in torch.distributed. Reductions (`op`) are named "sum", "mean"
     ("avg"), "min", "max", "product". Tensors have the same shape and dtype on all ranks (except in
-    `all_to_all`). Lists of tensors have one per rank of the group, in rank order. `tag` identifies a message
-    between two ranks.
+    `all_to_all`). A list of tensors has one tensor per rank of the group, in rank order.
     """
 
     def __init__(self) -> None:
@@ -83,44 +82,46 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """`src`'s tensor, written into `tensor` on every rank."""
+        """Copy `tensor` of rank `src` into `tensor` of every rank, and return it."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """The reduction over ranks, written into `tensor` on every rank."""
+        """Reduce `tensor` over ranks by `op`, in place on every rank, and return it."""
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """Start an `all_reduce` and return a request with `.wait()`, like torch's Work."""
+        """Start an `all_reduce` of `tensor` by `op`. Return a request with `.wait()`, like torch's Work."""
         self.all_reduce(tensor, op)
         return CompletedWork()
 
     @abstractmethod
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
-        """The reduction over ranks, written into `tensor` on `dst`."""
+        """Reduce `tensor` over ranks by `op`, and return `tensor`, which has the result on rank `dst`."""
 
     @abstractmethod
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, written into `tensor_list` in rank order."""
+        """Copy `tensor` of every rank into `tensor_list`, in rank order, and return the list."""
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """Start an `all_gather` of 1-D tensors into `output` of shape (world_size * numel,), and return a
-        request with `.wait()`.
+        """Start an `all_gather` of the 1-D `tensor` of each rank. Return a request with `.wait()`.
+
+        `output`, of shape (world_size * numel,), has the result after `.wait()`, in rank order.
         """
         self.all_gather(list(output.view(self.world_size, -1)), tensor)
         return CompletedWork()
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Every rank's tensor, written into `gather_list` on `dst`."""
+        """Copy `tensor` of every rank into `gather_list` of rank `dst`, and return `gather_list`."""
 
     @abstractmethod
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+        """Copy entry r of `scatter_list` of rank `src` into `tensor` of rank r of the group; return it."""
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """The reduction over ranks of entry r of `input_list`, for rank r of the group, written into
-        `output`.
+        """Reduce entry r of `input_list` over ranks by `op`, for rank r of the group.
+
+        Return `output`, into which the result for this rank is written.
         """
 
     @abstractmethod
@@ -132,11 +133,13 @@ class Collective(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send to `dst`, which must call `recv`."""
+        """Send `tensor` to rank `dst`, which must call `recv` with the same `tag`."""
 
     @abstractmethod
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive into `tensor` from `src` (None: from any rank)."""
+        """Receive a message with this `tag` from rank `src` (None: from any rank) into `tensor`; return
+        `tensor`.
+        """
 
     @abstractmethod
     def barrier(self, device_ids: list[int] | None = None) -> None:
@@ -155,17 +158,19 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Create the engine's default group. All ranks must call this."""
+        """Create the engine's default group; `kwargs` are the engine's. All ranks must call this."""
 
     @classmethod
     @abstractmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Create another group; all ranks of the default group must call this."""
+        """Create and return another group; `kwargs` are the engine's. All ranks of the default group must
+        call this.
+        """
 
     @classmethod
     @abstractmethod
     def destroy_group(cls, group: Any) -> None:
-        """Take a group down."""
+        """Destroy `group`, an engine's group object. All ranks of it must call this."""
 
     def setup(self, **kwargs: Any) -> Self:
         """Make the default group if there is none, and use it; `kwargs` are for `init_group`. All ranks must
@@ -190,7 +195,7 @@ class Collective(ABC):
         return self
 
     def teardown(self) -> Self:
-        """Destroy the group.
+        """Destroy the group. All ranks of it must call this.
 
         Raises:
             UsageError: There is no group.

@@ -79,7 +79,8 @@ class TorchCollective(Collective):
         group: An existing torch.distributed process group to use.
 
     Raises:
-        UsageError: torch was built without torch.distributed.
+        UsageError: torch was built without torch.distributed. Methods with `op` also raise a
+            ConfigurationError if it is unknown, and an ArgumentTypeError for the mean of integers.
     """
 
     manages_default_group = False
@@ -139,18 +140,18 @@ class TorchCollective(Collective):
         return None if checker is None else checker.guard_of(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """`src`'s tensor, written into `tensor` on every rank."""
+        """Copy `tensor` of rank `src` into `tensor` of every rank, and return it."""
         dist.broadcast(tensor, src, group=self._group)
         return tensor
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """The reduction over ranks, written into `tensor` on every rank."""
+        """Reduce `tensor` over ranks by `op`, in place on every rank, and return it."""
         reduction = _Reduction(tensor, op, self.world_size)
         dist.all_reduce(reduction.sent, reduction.engine_op, group=self._group)
         return reduction.wait()
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """Start an `all_reduce` and return its request: the result is ready after `.wait()`."""
+        """Start an `all_reduce` of `tensor` by `op`. Return its request: `.wait()` completes it."""
         reduction = _Reduction(tensor, op, self.world_size)
         reduction.work = dist.all_reduce(
             reduction.sent, reduction.engine_op, group=self._group, async_op=True
@@ -158,33 +159,37 @@ class TorchCollective(Collective):
         return reduction
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
-        """The reduction over ranks, written into `tensor` on `dst`."""
+        """Reduce `tensor` over ranks by `op`, and return `tensor`, which has the result on rank `dst`."""
         reduction = _Reduction(tensor, op, self.world_size)
         dist.reduce(reduction.sent, dst, reduction.engine_op, group=self._group)
         return reduction.wait() if self.rank == dst else tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, written into `tensor_list` in rank order."""
+        """Copy `tensor` of every rank into `tensor_list`, in rank order, and return the list."""
         dist.all_gather(tensor_list, tensor, group=self._group)
         return tensor_list
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """Start an `all_gather` of 1-D tensors into `output`, in rank order, and return torch's Work."""
+        """Start an `all_gather` of the 1-D `tensor` of each rank into `output`. Return torch's Work.
+
+        `output` has shape (world_size * numel,), in rank order.
+        """
         return start_all_gather_flat(output, tensor, self._group)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        """Every rank's tensor, written into `gather_list` on `dst`."""
+        """Copy `tensor` of every rank into `gather_list` of rank `dst`, and return `gather_list`."""
         dist.gather(tensor, gather_list if self.rank == dst else None, dst, group=self._group)
         return gather_list
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+        """Copy entry r of `scatter_list` of rank `src` into `tensor` of rank r of the group; return it."""
         dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self._group)
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """The reduction over ranks of entry r of `input_list`, for rank r of the group, written into
-        `output`.
+        """Reduce entry r of `input_list` over ranks by `op`, for rank r of the group.
+
+        Return `output`, into which the result for this rank is written.
         """
         reduction = _Reduction(output, op, self.world_size)
         parts = [reduction.to_send(part) for part in input_list]
@@ -192,41 +197,50 @@ class TorchCollective(Collective):
         return reduction.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Send `input_tensor_list[r]` to rank r of the group; the received tensors are in the result."""
+        """Send `input_tensor_list[r]` to rank r of the group, for each r.
+
+        Return `output_tensor_list`, into which the tensors of all ranks for this one are written.
+        """
         all_to_all(output_tensor_list, input_tensor_list, self._group)
         return output_tensor_list
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send to `dst`, which must call `recv`."""
+        """Send `tensor` to rank `dst`, which must call `recv` with the same `tag`."""
         dist.send(tensor, dst, tag=tag, group=self._group)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Receive into `tensor` from `src` (None: from any rank)."""
+        """Receive a message with this `tag` from rank `src` (None: from any rank) into `tensor`; return
+        `tensor`.
+        """
         dist.recv(tensor, src, tag=tag, group=self._group)
         return tensor
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
-        """Every rank's picklable `obj`, written into `object_list` in rank order."""
+        """Write `obj` of every rank, pickled, into `object_list`, in rank order, and return the list."""
         dist.all_gather_object(object_list, obj, group=self._group)
         return object_list
 
     def broadcast_object_list(
         self, object_list: list[Any], src: int, device: torch.device | None = None
     ) -> list[Any]:
-        """`src`'s picklable objects, written into `object_list`; sent from `device`, None: torch's choice."""
+        """Replace the entries of `object_list` by those of rank `src`, sent as pickles; return the list.
+
+        `device`: the device of the bytes while they are sent; None: torch's choice.
+        """
         dist.broadcast_object_list(object_list, src, group=self._group, device=device)
         return object_list
 
     def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
-        """Every rank's picklable `obj`, written into `object_gather_list` on `dst`."""
+        """Write `obj` of every rank, pickled, into `object_gather_list` of rank `dst`; return the list."""
         dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self._group)
         return object_gather_list
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
     ) -> list[Any]:
-        """This rank's part of `src`'s objects (`scatter_object_input_list`), written into
-        `scatter_object_output_list[0]`.
+        """Send entry r of `scatter_object_input_list` of rank `src`, pickled, to rank r of the group.
+
+        Return `scatter_object_output_list`, whose first entry is the object for this rank.
         """
         dist.scatter_object_list(
             scatter_object_output_list, scatter_object_input_list, src, group=self._group
@@ -234,20 +248,25 @@ class TorchCollective(Collective):
         return scatter_object_output_list
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait until every rank of the group has called it."""
+        """Wait until every rank of the group has called it. `device_ids`: this rank's device, for NCCL."""
         dist.barrier(group=self._group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Barrier (gloo only) whose error names the ranks that are missing after `timeout`: all of them with
-        `wait_all_ranks`, else the first.
+        """Wait until every rank of the group has called it (gloo only); the error names missing ranks.
+
+        Args:
+            timeout: How long to wait; None: the timeout of the group.
+            wait_all_ranks: Whether the error names all missing ranks, not only the first.
         """
         dist.monitored_barrier(group=self._group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
         """Create torch's default group if there is none. All ranks must call this.
 
-        `main_address` and `main_port` default to MASTER_ADDR (or 127.0.0.1) and MASTER_PORT, which they do
-        not change. `kwargs` are for `init_group`.
+        Args:
+            main_address: Host name or address of rank zero; None: MASTER_ADDR, else 127.0.0.1.
+            main_port: Port on which rank zero listens; None: MASTER_PORT.
+            kwargs: For `init_group`. With `init_method` or `store`, address and port are not used.
         """
         if self.is_initialized():
             return self
@@ -260,7 +279,7 @@ class TorchCollective(Collective):
         return self
 
     def teardown(self) -> Self:
-        """Destroy the group that this object (or `setup`) created."""
+        """Destroy the group that this object (or `setup`) created. All ranks of it must call this."""
         if self._group is not None:
             return super().teardown()
         if TorchCollective.manages_default_group and self.is_initialized():
@@ -280,17 +299,21 @@ class TorchCollective(Collective):
 
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """torch.distributed.init_process_group. All ranks must call this."""
+        """Call torch.distributed.init_process_group with `kwargs`. All ranks must call this."""
         with collectives_recorded():
             dist.init_process_group(**kwargs)
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """torch.distributed.new_group; all ranks of the default group must call this."""
+        """Call torch.distributed.new_group with `kwargs`, and return the group. All ranks of the default
+        group must call this.
+        """
         return dist.new_group(**kwargs)
 
     @classmethod
     def destroy_group(cls, group: Any) -> None:
-        """torch.distributed.destroy_process_group."""
+        """Call torch.distributed.destroy_process_group with `group`, if this rank is a member. All ranks of
+        it must call this.
+        """
         if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

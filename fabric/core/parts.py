@@ -39,7 +39,9 @@ class Part:
         """
 
     def join(self, strategy: Any) -> None:
-        """Create groups, connections and threads, once the process group exists. All ranks must call this."""
+        """Create groups, connections and threads of this part of `strategy`, whose process group exists. All
+        ranks must call this.
+        """
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
@@ -76,10 +78,13 @@ class Part:
         """
 
     def copied(self, model: Any) -> None:
-        """Register a copy of a model that was set up, made by `copy.deepcopy` or unpickling."""
+        """Register `model`, a copy of a model that was set up, made by `copy.deepcopy` or unpickling."""
 
     def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
-        """Record the limits of a call of `fabric.clip_gradients`."""
+        """Run before `fabric.clip_gradients` clips gradients of `optimizer`, the user's.
+
+        `limits`: {"clip_val": ..., "max_norm": ..., "norm_type": ...}, the arguments of the call.
+        """
 
     def normalizing(self) -> None:
         """Record that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
@@ -95,14 +100,19 @@ class Part:
         """
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Run before an optimizer's first step, if all of its parameters are averaged; also without setup."""
+        """Run before the first step of `optimizer`, if all of its parameters are averaged; also without
+        setup.
+        """
 
     def synchronised(self, modules: Collection[Module], only: list[Tensor] | None = None) -> None:
-        """Run after gradients of these user modules were synchronised: after the backward, under FSDP at the
-        next step, under local SGD after a round.
+        """Run after gradients were synchronised. All ranks must call this.
 
-        `modules` is empty if gradients of free parameters were synchronised, which belong to no model.
-        `only`: the parameters that were synchronised; None: all. All ranks must call this.
+        It runs after the backward, under FSDP at the next step, under local SGD after a round.
+
+        Args:
+            modules: The user's modules that have these gradients; none: those of free parameters, which
+                belong to no model.
+            only: The parameters that were synchronised; None: all.
         """
 
     def epoch_begun(self) -> Any:
@@ -130,7 +140,7 @@ class Part:
 
     def differ(self, channel: Any) -> None:
         """Raise an error that explains why `facts` differ, or return if the difference is harmless. All ranks
-        of the channel must call this.
+        of `channel` must call this.
         """
 
     def failed(self, error: Exception, doing: str) -> None:
@@ -147,12 +157,13 @@ class Part:
         """Run after a nested backward pass."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Run before a step, with its `args` and `kwargs`, of any optimizer of this process; an error
-        prevents it.
+        """Run before a step of `optimizer`, any optimizer of this process; an error prevents the step.
+
+        `args` and `kwargs` are those of the call of `step`.
         """
 
     def before_clip(self, gradients: list[Tensor]) -> None:
-        """Run before torch's functions clip gradients; an error prevents the clip."""
+        """Run before torch's functions clip `gradients`; an error prevents the clip."""
 
 
 HOOKS = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]

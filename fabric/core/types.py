@@ -21,7 +21,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back that `state_dict` gave."""
+        """Load `state_dict`, a result of `state_dict()`."""
         ...
 
 
@@ -30,7 +30,7 @@ class Steppable(Protocol):
     """Anything that can be stepped like an optimizer."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step."""
+        """Run one step, after `closure`, which computes the loss; None: the gradients are computed."""
         ...
 
 
@@ -47,7 +47,7 @@ class Optimizable(Steppable, Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back that `state_dict` gave."""
+        """Load `state_dict`, a result of `state_dict()`."""
         ...
 
 

@@ -67,7 +67,13 @@ class CSVLogger(DirectoryLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write `hparams.json` in `log_dir`; values that JSON does not support are written as text."""
+        """Write `hparams.json` in `log_dir`; values that JSON does not support are written as text.
+
+        Args:
+            params: A (nested) dictionary by name, or the Namespace of argparse.
+            args: Ignored.
+            kwargs: Ignored.
+        """
         text = json.dumps(as_dict(params), indent=2, default=str)
         write_text(join_path(self.log_dir, "hparams.json"), text + "\n")
 

@@ -87,7 +87,7 @@ class Logger(ABC):
         return
 
     def finalize(self, status: str) -> None:
-        """End the run with this status: "success", "failed"."""
+        """End the run with `status`: "success", "failed"."""
         self.save()
 
 

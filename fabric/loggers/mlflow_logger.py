@@ -93,14 +93,25 @@ class MLFlowLogger(RunLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record settings, under names like `optimizer/lr`; MLflow does not allow to change a value later."""
+        """Record settings, under names like `optimizer/lr`; MLflow does not allow to change a value later.
+
+        Args:
+            params: A (nested) dictionary by name, or the Namespace of argparse.
+            args: Ignored.
+            kwargs: Ignored.
+        """
         client = self.experiment
         for name, value in flatten_params(params).items():
             client.log_param(self._version, name, value)
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
-        """Store a file, or the contents of a directory, with the run, in the artifact directory `name`."""
+        """Store the file at `path`, or the contents of a directory, with the run.
+
+        Args:
+            path: On this machine.
+            name: Artifact directory of the run; None: its root.
+        """
         client = self.experiment
         (client.log_artifacts if Path(path).is_dir() else client.log_artifact)(
             self._version, os.fspath(path), name

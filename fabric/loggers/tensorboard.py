@@ -125,6 +125,6 @@ class TensorBoardLogger(DirectoryLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the events in memory and close the files; logging again opens new ones."""
+        """Write the events in memory and close the files; `status` is ignored. Logging again opens others."""
         if self._experiment is not None:
             self._experiment.close()

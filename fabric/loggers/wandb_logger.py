@@ -77,12 +77,24 @@ class WandbLogger(RunLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record settings in the run's config; later values replace earlier ones."""
+        """Record settings in the run's config; later values replace earlier ones.
+
+        Args:
+            params: A (nested) dictionary by name, or the Namespace of argparse.
+            args: Ignored.
+            kwargs: Ignored.
+        """
         self.experiment.config.update(as_dict(params), allow_val_change=True)
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
-        """Store a file or directory as an artifact of type "file"; the same name again adds a version."""
+        """Store a file or directory as an artifact of type "file"; the same name again adds a version.
+
+        Args:
+            path: On this machine.
+            name: Name of the artifact, with other characters than W&B's replaced by "-". None: the last part
+                of `path`.
+        """
         import wandb
 
         artifact_name = name or Path(path).resolve().name

@@ -91,29 +91,32 @@ class MixedPrecision(Precision):
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
     def added(self, model: Any, optimizers: Iterable[Optimizer], **_: Any) -> None:
-        """Register owners of gradients: with a scaler, a backward brings existing ones to its scale."""
+        """Register owners of gradients: with a scaler, a backward multiplies existing ones to its scale.
+
+        Arguments as for `Part.added`.
+        """
         for owner in optimizers if model is None else [model.module]:
             if self._scale is not None:
                 self._scale.add_owner(owner)
 
     def copied(self, model: Any) -> None:
-        """Register a copied or unpickled model."""
+        """Register `model`, which was copied or unpickled."""
         self.added(model, ())
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on the device; also what `fabric.autocast()` gives."""
+        """Return torch's autocast on the device; `fabric.autocast()` returns it, too."""
         return torch.autocast(self.device, self.dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in float32, which autocast then handles per operation."""
+        """Return the tree `data` with floating-point tensors in float32, from which autocast casts."""
         return CastTo(torch.float32)(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Floating-point tensors in `output_dtype`."""
+        """Return the tree `data` with floating-point tensors in `output_dtype`."""
         return data if self.output_dtype is None else CastTo(self.output_dtype)(data)
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, from the scaled loss where there is a scaler."""
+        """Run the backward pass, with a scaler from the scaled loss. Arguments as for `fabric.backward`."""
         if self._scale is not None:
             tensor = self._scale.scale(tensor)
         tensor.backward(*args, **kwargs)
@@ -121,7 +124,9 @@ class MixedPrecision(Precision):
             self._scale.after_backward()
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer; with a scaler, the step is skipped on all ranks where a gradient is not finite.
+        """Step `optimizer`; with a scaler, all ranks skip the step if a gradient of any rank is not finite.
+
+        `kwargs` are the user's (a `closure`).
 
         Raises:
             UsageError: A closure with a scaler (the closure would have to unscale in the middle of the step);
@@ -142,22 +147,24 @@ class MixedPrecision(Precision):
         return self._scale.step(optimizer, **kwargs)  # type: ignore[arg-type]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale: once between a backward and its step, however often called."""
+        """Divide the gradients of `optimizer` by the scale, at the first call between a backward and its
+        step.
+        """
         if self._scale is not None:
             self._scale.unscale(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state."""
+        """Return the scaler's state."""
         return {} if self._scale is None else self._scale.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the scaler's state back."""
+        """Load `state_dict`, a result of `state_dict()`, into the scaler."""
         if self._scale is not None:
             self._scale.load(state_dict)
 
 
 class FSDPPrecision(Precision):
-    """The same as `Fabric(precision=...)`: the plugin of that name takes this one's place.
+    """The same as `Fabric(precision=...)`: the plugin of that name replaces this one.
 
     Args:
         precision: A name or an alias of it.

@@ -84,7 +84,7 @@ class Precision(Part):
         return overridden(type(self), Precision, "optimizer_step")
 
     def convert_module(self, module: Module) -> Module:
-        """Convert the module to the dtypes of this precision in place, and return it; called by setup."""
+        """Convert `module` to the dtypes of this precision in place, and return it; called by setup."""
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -108,33 +108,36 @@ class Precision(Part):
         return data
 
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Run before the backward pass; a returned tensor replaces `tensor`, the loss."""
+        """Run before the backward pass; a returned tensor replaces `tensor`, the loss.
+
+        `module`: the argument `model` of `fabric.backward`, or None.
+        """
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`, the loss, with the arguments of `fabric.backward`."""
+        """Run the backward pass from `tensor`, the loss. Arguments as for `fabric.backward`."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Run after the backward pass."""
+        """Run after the backward pass. Arguments as for `pre_backward`."""
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer; `kwargs` are the user's (a `closure`)."""
+        """Step `optimizer`, and return what its `step` returns; `kwargs` are the user's (a `closure`)."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Parameter]:
-        """Yield the parameters whose gradients `clip_gradients` clips."""
+        """Yield the parameters of `optimizer` whose gradients `clip_gradients` clips."""
         for group in optimizer.param_groups:
             yield from group["params"]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, if the loss was scaled."""
+        """Unscale the gradients of `optimizer`, if the loss was scaled."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this plugin for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load `state_dict`, a result of `state_dict()`."""
 
     def teardown(self) -> None:
         """Restore settings of the process that the plugin changed."""

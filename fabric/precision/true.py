@@ -29,7 +29,7 @@ class TruePrecision(Precision):
         self.output_dtype = output_dtype
 
     def convert_module(self, module: Module) -> Module:
-        """Cast floating-point and complex parameters and buffers in place; return the module."""
+        """Cast floating-point and complex parameters and buffers of `module` in place; return it."""
         cast: Module = module._apply(CastTo(self.dtype))
         return cast
 
@@ -46,11 +46,13 @@ class TruePrecision(Precision):
         return DefaultDtype(self.dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Return the tree with floating-point tensors in the dtype, complex ones in the corresponding one."""
+        """Return the tree `data` with floating-point tensors in the dtype, complex ones in the corresponding
+        one.
+        """
         return CastTo(self.dtype)(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Return the tree with floating-point tensors in `output_dtype`."""
+        """Return the tree `data` with floating-point tensors in `output_dtype`."""
         return CastTo(self.output_dtype)(data)
 
 

@@ -290,22 +290,25 @@ class Checkpoints(Exchange):
         return [value] if self.topology.world_size == 1 else self.all_gather_object(value, label="load")
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """Return the full state dict with the keys of the user's module. All ranks must call this."""
+        """Return the full state dict of `module` with the keys of the user's module. All ranks must call
+        this.
+        """
         return clean_keys(self.layout.module_state(unwrap(module)))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a `state_dict`, whose keys may have prefixes of wrappers. All ranks must call this.
+        """Load `state_dict` into `module`; return torch's missing and unexpected keys. All ranks must call
+        this.
 
-        Returns torch's missing and unexpected keys. `strict`: whether such keys raise, as in torch.
+        Keys may have prefixes of wrappers. `strict`: whether missing and unexpected keys raise, as in torch.
         """
         plain = unwrap(module)
         fitted = add_tied_keys(fit_keys(state_dict, plain), plain)
         return self.layout.load_module_state(plain, fitted, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer. All ranks must call this."""
+        """Return the full state of `optimizer`. All ranks must call this."""
         return self.layout.optimizer_state(unwrap(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a full state into an optimizer. All ranks must call this."""
+        """Load `state`, a full one, into `optimizer`. All ranks must call this."""
         self.layout.load_optimizer_state(unwrap(optimizer), state)

@@ -88,7 +88,7 @@ class Exchange:
         return Transport(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
-        """Return the collective of a user's `group`: for one rank always the same."""
+        """Return the collective of `group`, a user's process group: for one rank always the same."""
         return self.collective
 
     @property
@@ -102,14 +102,17 @@ class Exchange:
         return 1
 
     def root(self, rank: int, group: Any | None) -> int:
-        """Return the global rank of `src` or `dst`; 0, the default, is the first rank of the strategy."""
+        """Return the global rank for `rank`, the argument `src` or `dst` of a verb, and its `group`.
+
+        It is `rank` itself, but 0 without a group is the first rank of the strategy.
+        """
         if rank or group is not None or self.process_group is None:
             return rank
         self.channel().world_size  # noqa: B018 - raises for ranks outside the group
         return self.collective.members[0]
 
     def channel(self, group: Any | None = None) -> Channel:
-        """Return the channel on which the tree verbs of a group run."""
+        """Return the channel on which the tree verbs of `group` run; None: all ranks of the strategy."""
         cached = self._channel
         if group is not None:
             channel = self.make_channel(group)
@@ -125,7 +128,7 @@ class Exchange:
         return cached
 
     def make_channel(self, group: Any | None) -> Channel:
-        """Return a new channel of a group."""
+        """Return a new channel of `group`; None: all ranks of the strategy."""
         return Channel(self.group_collective(group), self.transport)
 
     def data_parallel_layout(self) -> tuple[Channel, int]:

@@ -169,7 +169,7 @@ class ParallelStrategy(Strategy):
         return self._launcher
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
+        """Complete the composition by `plan`, the resolved arguments; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: A size does not fit the number of ranks.
@@ -226,12 +226,14 @@ class ParallelStrategy(Strategy):
             self.cluster_environment.teardown()
 
     def group_collective(self, group: Any | None) -> Collective:
-        """Return the collective of a user's process group; None: of all ranks of the strategy."""
+        """Return the collective of `group`, a user's process group; None: all ranks of the strategy."""
         default = self.process_group or dist.group.WORLD
         return self.collective if group is None or group is default else TorchCollective(group=group)
 
     def make_channel(self, group: Any | None) -> Channel:
-        """Return the channel of a group, which may have other backends than the default group."""
+        """Return a new channel of `group`, whose backends may differ from the default group's; None: all
+        ranks of the strategy.
+        """
         collective = self.group_collective(group)
         if collective is self.collective or collective.world_size < 1:  # no member: the collective raises
             return Channel(collective, self.transport)

@@ -164,11 +164,11 @@ class Strategy(Checkpoints):
         return [self.layout, self._precision, *self.argument_parts, *self.slice_parts]
 
     def parts_with(self, hook: str) -> list[Any]:
-        """Return the parts that override this hook."""
+        """Return the parts that override `hook`, the name of a method of `Part`."""
         return [part for part in self.parts if overridden(type(part), Part, hook)]
 
     def find_part(self, name: str) -> Any | None:
-        """Return the part of this name, or None."""
+        """Return the part whose `name` is `name`, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
     @property
@@ -199,7 +199,7 @@ class Strategy(Checkpoints):
         return None
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition by the resolved arguments; called once, by `Fabric`.
+        """Complete the composition by `plan`, the resolved arguments; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: This strategy belongs to another `Fabric`, or a size does not fit the number
@@ -273,45 +273,45 @@ class Strategy(Checkpoints):
         return self.layout.init_context(empty_init=None)
 
     def setup_module(self, module: Module) -> Module:
-        """Return the module whose forward is called. All ranks must call this."""
+        """Return the module whose forward is called in place of `module`'s. All ranks must call this."""
         wrap = partial(self.layout.wrap, topology=self.topology)
         for setup in self.hooks["setup"]:
             wrap = partial(setup, wrap=wrap)
         return wrap(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer whose `step` is called. All ranks must call this."""
+        """Return the optimizer whose `step` is called in place of `optimizer`'s. All ranks must call this."""
         return self.layout.setup_optimizer(optimizer)
 
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Set up module and optimizers together; return `scheduler` unchanged. All ranks must call this."""
+        """Set up `module` and `optimizers`, return `scheduler` unchanged. All ranks must call this."""
         return self.setup_module(module), [self.setup_optimizer(o) for o in optimizers], scheduler
 
     def module_to_device(self, module: Module) -> None:
-        """Move parameters and buffers to the root device, in place."""
+        """Move parameters and buffers of `module` to the root device, in place."""
         module.to(self.topology.device)
 
     def place_module(self, module: Module) -> None:
-        """Move the module to the device, unless the layout does this while wrapping it."""
+        """Move `module` to the root device, unless the layout does this while wrapping it."""
         if not self.layout.traits.places_models or overridden(type(self), Strategy, "module_to_device"):
             self.module_to_device(module)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
-        """Return the batch (a tree) on `device`, or on the root device."""
+        """Return `batch`, a tree of tensors, on `device`; None: on the root device."""
         import fabric.utilities.apply_func as moving  # faster than `from ... import` in each call
 
         return moving.move_data_to_device(batch, device or self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader; engines override this to change it."""
+        """Return `dataloader`; engines override this to change it."""
         return dataloader
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Return the function that `model(x)` runs.
+        """Return the function that `model(x)` runs, for the wrapped `module`.
 
-        It is the wrapped module's `__call__`, wrapped only by what the precision and the gate need.
+        It is `call` (None: the module's `__call__`), wrapped only if the precision or the gate need it.
         """
         plan = call or self.layout.forward_plan(module)
         if self._precision_converts:
@@ -321,9 +321,9 @@ class Strategy(Checkpoints):
         return self._guarded(plan) if self._refuses_backward else plan
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
-        """Return the function that another method of the user's module runs.
+        """Return the function that `method`, another bound method of the user's module, runs.
 
-        A marked method has the precision of forward, too.
+        `module` is the wrapped module. A `marked` method has the precision of forward, too.
         """
         synced = self.layout.method_plan(module, method, marked)
         if marked:
@@ -339,7 +339,7 @@ class Strategy(Checkpoints):
         return None
 
     def backward(self, tensor: Any, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`. All ranks must call this."""
+        """Run the backward pass. Arguments as for `Fabric.backward`. All ranks must call this."""
         precision = self._precision
         if not self._precision_backward:
             self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
@@ -357,16 +357,16 @@ class Strategy(Checkpoints):
         return () if number is None else (number,)
 
     def explain(self, error: Exception) -> None:
-        """Raise a clearer error in place of one that torch raised in a backward, if a part has one."""
+        """Raise a clearer error in place of `error`, of torch in a backward, if a part has one."""
         for failed in self.hooks["failed"]:
             failed(error, "backward")
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer; `kwargs` are the user's (a `closure`). All ranks must call this."""
+        """Step `optimizer`; `kwargs` are the user's (a `closure`). All ranks must call this."""
         return self._precision.optimizer_step(optimizer, **kwargs)
 
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Context in which the wrapped module's gradients stay local, if `enabled`."""
+        """Context in which gradients of the wrapped `module` stay local, if `enabled`."""
         return self.layout.no_sync(module) if enabled else nullcontext()
 
     def clip_gradients_norm(
@@ -380,7 +380,7 @@ class Strategy(Checkpoints):
         """Scale the optimizer's gradients to a total norm of at most `max_norm`; return the norm before, of
         shape (). All ranks must call this.
 
-        `norm_type` and `error_if_nonfinite`: see `Fabric.clip_gradients`.
+        Arguments as for `Fabric.clip_gradients`.
         """
         parameters = list(self._precision.main_params(optimizer))
         self.layout.check_synced(parameters, "fabric.clip_gradients")
@@ -390,7 +390,10 @@ class Strategy(Checkpoints):
         return self.layout.clip_norm(parameters, max_norm, norm_type, check)
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clamp the optimizer's gradients to [-clip_val, clip_val]."""
+        """Clamp gradients to [-clip_val, clip_val]. All ranks must call this.
+
+        Arguments as for `Fabric.clip_gradients`.
+        """
         parameters = list(self._precision.main_params(optimizer))
         self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)

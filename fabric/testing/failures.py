@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 class RankFailure(RankError):
-    """A call failed on some ranks. The message has their tracebacks, the first failure first.
+    """A call failed on some ranks.
 
-    `exceptions` are by rank, the root cause first. A RankError replaces an exit, or an exception that does
-    not pickle.
+    Args:
+        message: The tracebacks of these ranks, the first failure first.
+        exceptions: Exceptions by rank, the root cause first. A RankError replaces an exit, or an exception
+            that does not pickle.
     """
 
     exceptions: dict[int, BaseException]
-    """Rank to exception, root cause first. A RankError replaces an exit, or what cannot be pickled."""
+    """Exceptions by rank, the root cause first."""
 
     def __init__(self, message: str, exceptions: dict[int, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -28,9 +30,11 @@ class RankFailure(RankError):
 
 
 class RankTimeout(RankFailure):
-    """Some ranks returned no result in time, and none failed. The message has their stacks.
+    """Some ranks returned no result in time, and none failed.
 
-    `ranks` are those without a result.
+    Args:
+        message: The stacks of these ranks.
+        ranks: The ranks without a result.
     """
 
     ranks: tuple[int, ...]

@@ -57,7 +57,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         return (samples[index] for index in order)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch; call it on all ranks before iterating."""
+        """Choose the order of epoch number `epoch`, from 0. All ranks must call this before iterating."""
         super().set_epoch(epoch)
         self._iterations = 0
         if callable(inner := getattr(self.dataset, "set_epoch", None)):

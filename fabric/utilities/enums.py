@@ -19,6 +19,10 @@ class LightningEnum(str, Enum):
     def from_str(cls, value: str, source: Source = "key") -> Self:
         """Return the member with key or value `value`; case is ignored, and "-" equals "_" in keys.
 
+        Args:
+            value: The text to find.
+            source: Compare with "key" (names of members), "value", or "any" of both.
+
         Raises:
             ConfigurationError: Nothing matches.
         """
@@ -32,7 +36,7 @@ class LightningEnum(str, Enum):
 
     @classmethod
     def try_from_str(cls, value: str, source: Source = "key") -> Self | None:
-        """Return as `from_str` does, but None if nothing matches."""
+        """Return the member, or None if nothing matches. Arguments as for `from_str`."""
         lowered = value.lower()
         for member in cls:
             by_key = source in ("key", "any") and member.name.lower() == lowered.replace("-", "_")

@@ -121,7 +121,7 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
     """Warn with `message` on rank zero that a name will be removed (`LightningDeprecationWarning`).
 
-    `stacklevel`: 5 is the caller.
+    `stacklevel`: 5 is the caller. `kwargs` are for `warnings.warn` (`category=`).
     """
     kwargs.setdefault("category", LightningDeprecationWarning)
     if rank_zero_only.rank == 0:

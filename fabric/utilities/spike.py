@@ -24,6 +24,7 @@ class TrainingSpikeException(RuntimeError):
         batch_idx: The number of the batch.
         args: Further arguments of the exception.
         why: The losses and bounds of this rank.
+        kwargs: For subclasses; RuntimeError takes none.
     """
 
     def __init__(self, batch_idx: int, *args: Any, why: str = "", **kwargs: Any) -> None:

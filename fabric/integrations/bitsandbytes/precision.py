@@ -60,7 +60,7 @@ class BitsandbytesPrecision(TruePrecision):
         self.precision = f"bitsandbytes-{mode}"
 
     def convert_module(self, module: Module) -> Module:
-        """Replace the module's linear layers and cast the rest to `dtype`. All ranks must call this."""
+        """Replace the linear layers of `module` and cast the rest to `dtype`. All ranks must call this."""
         from fabric.integrations.bitsandbytes import layers
 
         if self.mode.startswith("int8"):

@@ -52,9 +52,9 @@ class DeepSpeedPrecision(Precision):
         return replace(POLICIES[self.precision], loss_scale=self.dtype == torch.float16)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point tensors to the dtype of the parameters."""
+        """Return the tree `data` with floating-point tensors in the dtype of the parameters."""
         return data if self.dtype == torch.float32 else CastTo(self.dtype)(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Cast floating-point tensors to torch's default dtype."""
+        """Return the tree `data` with floating-point tensors in torch's default dtype."""
         return data if self.dtype == torch.float32 else CastTo(torch.get_default_dtype())(data)

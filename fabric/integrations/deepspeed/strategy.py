@@ -185,7 +185,9 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.layout.stage == 3
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition with a `DeepSpeedPrecision`: the engine sets the dtypes of parameters."""
+        """Complete the composition by `plan`, with a `DeepSpeedPrecision`: the engine sets the dtypes of
+        parameters.
+        """
         super().bind(replace(plan, precision=DeepSpeedPrecision(plan.precision.precision)))
 
     def setup_environment(self) -> None:
@@ -217,8 +219,8 @@ class DeepSpeedStrategy(DDPStrategy):
             self._restore = None
 
     def setup_module(self, module: Module) -> Module:
-        """Return an engine, if DeepSpeed creates the optimizer or shards parameters; else the module on the
-        device, for evaluation. All ranks must call this.
+        """Return an engine around `module`, if DeepSpeed creates the optimizer or shards parameters; else
+        `module` on the device, for evaluation. All ranks must call this.
         """
         if "optimizer" in self.config or self.zero_stage_3:
             return self.layout.make(module, None)  # type: ignore[no-any-return]
@@ -229,7 +231,8 @@ class DeepSpeedStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Return the engine of both. All ranks must call this.
+        """Return (the engine of `module` and its optimizer, `optimizers`, `scheduler`). All ranks must call
+        this.
 
         Raises:
             ConfigurationError: There are several optimizers, or the configuration has one, too.
@@ -249,7 +252,8 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.layout.make(module, optimizers[0]), optimizers, scheduler
 
     def optimizer_of(self, model: Module) -> Optimizer:
-        """Return the optimizer that DeepSpeed created by its configuration, for `fabric.setup_optimizers`.
+        """Return the optimizer that DeepSpeed created by its configuration for `model`, to be given to
+        `fabric.setup_optimizers`.
 
         Raises:
             ConfigurationError: The configuration has none.
@@ -257,7 +261,9 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.layout.optimizer_of(unwrap(model))
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass, in float16 with the engine's loss scale.
+        """Run the backward pass, in float16 with the engine's loss scale. All ranks must call this.
+
+        Arguments as for `Fabric.backward`.
 
         Raises:
             UsageError: In float16 there are several models and no `module`; or the loss is of no engine.
@@ -277,7 +283,9 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.optimizer_step
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step the engine, after one run of the closure. All ranks must call this."""
+        """Step the engine of `optimizer`, after one run of `closure`; return the closure's loss. All ranks
+        must call this. Other `kwargs` are ignored.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -303,7 +311,8 @@ class DeepSpeedStrategy(DDPStrategy):
         """Save `state`. All ranks must call this.
 
         Without `format`, or with "deepspeed", it is saved as a DeepSpeed directory. Then `state` must have
-        one model with its optimizer, and `filter` and `wait=False` are not supported.
+        one model with its optimizer, and `filter` and `wait=False` are not supported. Arguments as for
+        `Strategy.save_checkpoint`.
 
         Raises:
             UsageError: A `filter`, or `wait=False`, for a DeepSpeed directory.
@@ -329,7 +338,11 @@ class DeepSpeedStrategy(DDPStrategy):
         return None
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict; return torch's missing and unexpected keys. All ranks must call this."""
+        """Load `state_dict` into `module`; return torch's missing and unexpected keys. All ranks must call
+        this.
+
+        `strict`: whether such keys raise, as in torch.
+        """
         with self.layout.gathers():  # the base class reads the module's state dict
             return super().load_module_state_dict(module, state_dict, strict)
 
@@ -337,9 +350,10 @@ class DeepSpeedStrategy(DDPStrategy):
     def opened(
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
-        """Check and open a checkpoint, or a DeepSpeed directory. All ranks must call this.
+        """Check and open the checkpoint or DeepSpeed directory at `path`; yield its contents. All ranks must
+        call this.
 
-        DeepSpeed unpickles its directories: load only those that you trust.
+        Arguments as for `Strategy.opened`. DeepSpeed unpickles its directories: load only trusted ones.
 
         Raises:
             ConfigurationError: `weights_only=True` for a DeepSpeed directory.
@@ -366,7 +380,10 @@ class DeepSpeedStrategy(DDPStrategy):
         yield tree
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """Load `tree` into `state`; return what was left over. All ranks must call this."""
+        """Load `tree` into `state`; return its other entries. All ranks must call this.
+
+        `strict`: as for `Fabric.load`.
+        """
         if isinstance(tree, checkpoints.Opened):
             return checkpoints.load(self, tree.directory, state, strict)
         return super().restore(tree, state, strict)

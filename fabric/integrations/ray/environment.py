@@ -61,13 +61,13 @@ class RayEnvironment(ClusterEnvironment):
         self._seat = Seat(0, 1, 0, 1, 0, 1, "", 0)
 
     def make_launcher(self, strategy: Any) -> Launcher | None:
-        """Return the launcher of the actors."""
+        """Return the launcher of the actors, the ranks of `strategy`."""
         from fabric.integrations.ray.launcher import RayLauncher
 
         return RayLauncher(self, strategy)
 
     def sit(self, seat: Seat) -> None:
-        """Set rank, sizes and store address; called in the actor."""
+        """Set rank, sizes and store address to those of `seat`; called in the actor."""
         self._seat = seat
 
     @property
@@ -102,7 +102,7 @@ class RayEnvironment(ClusterEnvironment):
         return self._seat.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher sets it."""
+        """Ignore `rank`: the launcher sets it."""
 
     def local_rank(self) -> int:
         """Index of this actor on its node."""

@@ -66,7 +66,7 @@ class TorchAOPrecision(TruePrecision):
         self.replaces_parameters = mode == "int8-weights"
 
     def convert_module(self, module: Module) -> Module:
-        """Replace the module's linear layers and cast the rest to `dtype`. All ranks must call this."""
+        """Replace the linear layers of `module` and cast the rest to `dtype`. All ranks must call this."""
         module = super().convert_module(module)
         make = self._float8 if self.mode == "float8" else _int8
         replace_linears(module, make, self._feature, self.ignored, self.replaces_parameters)

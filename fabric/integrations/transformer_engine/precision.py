@@ -61,7 +61,7 @@ class TransformerEnginePrecision(TruePrecision):
         self.precision = "transformer-engine" + "-float16" * (weights_dtype is torch.float16)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Replace the module's linear layers and cast it to `weights_dtype`. All ranks must call this.
+        """Replace the linear layers of `module` and cast it to `weights_dtype`. All ranks must call this.
 
         Raises:
             ConfigurationError: `replace_layers=True`, and the model has layers of Transformer Engine.

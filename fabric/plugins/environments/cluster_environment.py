@@ -57,7 +57,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_global_rank(self, rank: int) -> None:
-        """Set the index of this process in the job; ignored if the environment determines it."""
+        """Set the index of this process in the job to `rank`; ignored if the environment determines it."""
 
     @abstractmethod
     def local_rank(self) -> int:
@@ -87,7 +87,7 @@ class ClusterEnvironment(ABC):
         """
 
     def make_launcher(self, strategy: Any) -> Any | None:
-        """Return this environment's `Launcher` for the ranks of a strategy; None: the default one."""
+        """Return this environment's `Launcher` for the ranks of `strategy`; None: the default one."""
         return None
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:

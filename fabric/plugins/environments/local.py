@@ -61,7 +61,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self._read("RANK", 0)
 
     def set_global_rank(self, rank: int) -> None:
-        """Set the index of this process in the job."""
+        """Set the index of this process in the job to `rank`."""
         self._overrides["RANK"] = rank
 
     def local_rank(self) -> int:
@@ -84,6 +84,8 @@ class LocalEnvironment(ClusterEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Compare the processes of Fabric's launchers, or of a SLURM job, with the arguments of `Fabric`.
 
+        Arguments as for `ClusterEnvironment.validate_settings`.
+
         Raises:
             ConfigurationError: The numbers of processes differ, or those of other machines are not started.
         """
@@ -99,7 +101,10 @@ class LocalEnvironment(ClusterEnvironment):
             use_slice("slurm").check_allocation(num_devices, num_nodes)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """Return the store of rank zero, or of the process that launched a function (raises as the base)."""
+        """Return the store of rank zero, or of the process that launched a function.
+
+        Arguments and errors as for `ClusterEnvironment.make_store`.
+        """
         from fabric.launch.stores import prefix_store
 
         if world_size == 1:  # no port is needed

@@ -102,7 +102,9 @@ class SLURMEnvironment(ExternalEnvironment):
         return counts[node] if node < len(counts) else self.world_size() // (self.num_nodes() or 1)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """Return the store of the job, hosted by rank zero (raises as the base).
+        """Return the store of the job, hosted by rank zero.
+
+        Arguments and errors as for `ClusterEnvironment.make_store`.
 
         Raises:
             LaunchError: The name of rank zero's machine does not resolve. Raised at once.

@@ -79,7 +79,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return self._int_value("rank")
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher determines the rank."""
+        """Ignore `rank`: the launcher determines it."""
 
     def local_rank(self) -> int:
         """Index of this process on its machine, from the launcher's variables."""
@@ -102,6 +102,8 @@ class ExternalEnvironment(ClusterEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Compare the processes that the launcher started with the arguments of `Fabric`.
+
+        Arguments as for `ClusterEnvironment.validate_settings`.
 
         Raises:
             ConfigurationError: The numbers of processes or machines differ, or machines have unequal numbers.

@@ -39,7 +39,8 @@ class TorchElasticEnvironment(ExternalEnvironment):
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the agent's store with a prefix that is new for this attempt; needs no second port.
 
-        All ranks must call this; rank zero waits for the others.
+        All ranks must call this; rank zero waits for the others. Arguments as for
+        `ClusterEnvironment.make_store`.
 
         Raises:
             LaunchError: The agent cannot be reached in time, or some ranks did not arrive.

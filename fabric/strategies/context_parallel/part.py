@@ -114,7 +114,7 @@ class ContextParallel(DataParallelMesh, Part):
         self.size_of(len(plan.devices) * plan.num_nodes)
 
     def join(self, strategy: Any) -> None:
-        """Create the process groups. All ranks must call this."""
+        """Create the process groups for the ranks of `strategy`. All ranks must call this."""
         topology = strategy.topology
         size = self.size_of(topology.world_size)
         self.mesh = make_data_parallel_mesh(topology, size, DIMS)
@@ -123,8 +123,10 @@ class ContextParallel(DataParallelMesh, Part):
             self.group.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.transport)
 
     def setup(self, module: Module, wrap: Callable[[Module], Module]) -> Module:
-        """Choose the modules to shard, wrap the model, and install the sharding: hooks of the layout get full
-        inputs. All ranks must call this.
+        """Choose the parts of `module` to shard, wrap it by `wrap`, and install the sharding. All ranks must
+        call this.
+
+        The sharding is installed last, so that hooks of the layout get full inputs.
 
         Raises:
             ConfigurationError: As `regions`.
@@ -136,7 +138,9 @@ class ContextParallel(DataParallelMesh, Part):
         return wrapped
 
     def regions(self, module: Module) -> dict[Module, str]:
-        """Return the modules whose inputs are sharded, with their names for errors. Call it before wrapping.
+        """Return the parts of `module` whose inputs are sharded, with their names for errors.
+
+        Call it before wrapping.
 
         Raises:
             ConfigurationError: `blocks` matches nothing.
@@ -157,7 +161,7 @@ class ContextParallel(DataParallelMesh, Part):
         return found
 
     def install(self, module: Module, regions: dict[Module, str]) -> None:
-        """Install the sharding of `regions` in a wrapped model."""
+        """Install the sharding of `regions` in `module`, the wrapped model."""
         if self.group.channel is None:
             return
         entrance = _InputCheckHook(

@@ -70,7 +70,7 @@ class DataParallelStrategy(ParallelStrategy):
         return None
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
+        """Complete the composition by `plan`, the resolved arguments; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: Several machines, or several processes were started.

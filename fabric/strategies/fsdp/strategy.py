@@ -182,7 +182,7 @@ class FSDPStrategy(ParallelStrategy):
         return ShardSettings(**_translate(self._own, self._fsdp_kwargs))
 
     def setup_module(self, module: Module) -> Module:
-        """Return the sharded module. All ranks must call this."""
+        """Return `module` with sharded parameters. All ranks must call this."""
         self.layout.settings = self._settings()  # programs may have changed `_fsdp_kwargs` before setup
         return super().setup_module(module)
 

@@ -81,7 +81,9 @@ class LocalSGDStrategy(ParallelStrategy):
         return Strategy.step_plan(self, optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the optimizer. At the end of a round all ranks must do so."""
+        """Step `optimizer`; `kwargs` are the user's (a `closure`). At the end of a round all ranks must call
+        this.
+        """
         with self.layout.step(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
@@ -93,7 +95,10 @@ class LocalSGDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, path: PathLike, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> PendingSave | None:
-        """End the round, and save with the gradient scale of rank zero. All ranks must call this."""
+        """End the round, and save with the gradient scale of rank zero. All ranks must call this.
+
+        Arguments as for `Strategy.save_checkpoint`.
+        """
         self.layout.end_rounds()
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.load_state_dict(self.broadcast(self.precision.state_dict()))
