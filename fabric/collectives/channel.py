@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
 _TORCHS = {"mean": "AVG", "prod": "PRODUCT"}
-"""Where torch's name of an operation is another one."""
+"""Names of operations for which torch has another name, and that name."""
 
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
+"""Dtypes that backends do not reduce, and the dtypes in which their reduction has the same result."""
 
 _REDUCIBLE = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -50,12 +50,12 @@ class Transport(NamedTuple):
     device: torch.device
     """The rank's own device, where numbers become tensors."""
     sendable: tuple[str, ...]
-    """Device types that the group's backend sends from as they are."""
+    """Device types from which the group's backend sends tensors without a copy."""
     staging_device: torch.device
-    """Where tensors of other devices are copied to travel, and back."""
+    """Device to which tensors of other devices are copied before a message, and from which after it."""
 
     def to_staging(self, tensor: Tensor) -> Tensor:
-        """The tensor where it can be sent from."""
+        """Return the tensor on a device from which the backend can send."""
         return tensor if tensor.device.type in self.sendable else tensor.to(self.staging_device)
 
 
@@ -114,12 +114,11 @@ class Channel:
         return size
 
     def check_call(self, call: CallSignature, payload: Sequence[Tensor] = (), op: Any = None) -> Any | None:
-        """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
-        if it fits.
+        """Wait until all ranks make this call, and exchange their payloads if these fit into the frames.
 
         Args:
-            call: Of this rank.
-            payload: Its data.
+            call: The call of this rank.
+            payload: Its data: contiguous tensors on the host.
             op: torch's operation, by which a large group may reduce the data in the frames.
 
         Returns:
@@ -142,7 +141,7 @@ class Channel:
         op: Any = None,
     ) -> tuple[list[Tensor] | None, Any]:
         """Exchange small host tensors in the message of `check_call`: (world_size, numel) for each one, or
-        (1, numel) if they were reduced by `op` on their way.
+        (1, numel) if `op` was applied to them in the message.
 
         None if they must be sent in a message of their own, with the buffers that `room()` allocates.
         These are allocated before the call if possible: a rank out of memory must not block the others in
@@ -174,7 +173,7 @@ class Channel:
         """Check the arguments of `verb` in the block; an error there is sent to the ranks that wait in it.
 
         Raises:
-            CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
+            CollectiveMismatch: Not all ranks raise the same kind of error; raised on all of them.
             UsageError: This rank does not belong to the group.
         """
         self.world_size  # noqa: B018 - raises for ranks outside the group, before anything is sent
@@ -184,22 +183,22 @@ class Channel:
             self.abort_call(verb, error)
 
     def abort_call(self, verb: str, error: FabricError) -> NoReturn:
-        """Report to the ranks that wait in `verb` that this one refuses its arguments; then raise `error`.
+        """Report to the ranks that wait in `verb` that its arguments on this rank are invalid; raise `error`.
 
         Raises:
-            CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
+            CollectiveMismatch: Not all ranks raise the same kind of error; raised on all of them.
         """
         if self.world_size > 1:  # raises for ranks outside the group: no rank waits for them
             from fabric.collectives.frames import REFUSED, call_of
 
-            # Alike is the kind of mistake; its text may name values, of which every rank has its own.
+            # Compared is the error's class: its text may contain values that differ by rank.
             kind = f"{REFUSED}{type(error).__name__}"
             self.check_call(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
         raise error
 
 
 def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:
-    """The leaves as tensors; numbers and numpy arrays become new ones on `device`, in torch's usual dtypes.
+    """Return the leaves as tensors; numbers and numpy arrays as new ones on `device`, in torch's dtypes.
 
     Raises:
         ArgumentTypeError: A leaf is neither a dense tensor nor a number, or is split over ranks.
@@ -221,7 +220,7 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
             try:
-                # A copy to a device would let the host wait for it; a kernel that fills does not.
+                # The host waits for a copy to a device, but not for a kernel that fills a tensor.
                 make = torch.tensor if type(leaf).__module__ == "numpy" else partial(torch.full, ())
                 tensors.append(make(leaf, device=device))
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -250,7 +249,7 @@ def check_parts(tensors: list[Tensor], world: int, verb: str) -> None:
 
 
 def torch_op(op: Any) -> Any:
-    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
+    """Return torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
 
     Raises:
         ConfigurationError: The name means no reduction.
@@ -273,10 +272,10 @@ def torch_op(op: Any) -> Any:
 
 
 def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> list[Tensor]:
-    """The leaves as tensors that `op` is defined for.
+    """Return the leaves as tensors for which `op` is defined.
 
     Raises:
-        ArgumentTypeError: It is not, for one of them.
+        ArgumentTypeError: `op` is not defined for one of them.
     """
     tensors = to_tensors(leaves, device, verb)
     for dtype in {t.dtype for t in tensors}:
@@ -293,13 +292,13 @@ def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> li
 
 
 def op_name(op: Any) -> str:
-    """The user's name of an operation."""
+    """Return the user's name of an operation."""
     name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
     return "mean" if name == "avg" else name
 
 
 def check_writable(tensors: list[Tensor], op: Any) -> None:
-    """Raise if the elements of a tensor share memory: no result can be written into it."""
+    """Raise if elements of a tensor share memory, so that no result can be written into it."""
     for tensor in tensors:
         steps = zip(tensor.stride(), tensor.shape, strict=True)
         if not tensor.is_contiguous() and any([step == 0 and size > 1 for step, size in steps]):

@@ -1,6 +1,6 @@
 """Wire formats: the frame that every rank sends before a collective, and tensors packed into flat memory.
 
-Frames turn a mismatch into an error. Pure: the bytes of a call and its data.
+Ranks that make different calls send different frames, so that all raise an error. No function here sends.
 `Channel.check_call` sends frames; the verbs send the rest.
 """
 
@@ -25,44 +25,44 @@ if TYPE_CHECKING:
     from fabric.core.tree import Spec
 
 FRAME_BYTES = 8192
-"""Most bytes of a frame."""
+"""Largest size of a frame."""
 PAYLOAD_BYTES = FRAME_BYTES - 48
-"""Bytes of data that fit into a frame, behind its header (guard/messages.py)."""
+"""Largest size of the data in a frame, after its header (guard/messages.py)."""
 COMBINED_BYTES = 64
-"""Bytes of data up to which a large group reduces them in the frames of the call, on their way."""
+"""Largest size of data that a large group reduces while it forwards the frames of the call."""
 ALONE = "forward without gradients"
-"""How the call begins that a split model makes in evaluation."""
+"""Prefix of the verb of the call that a split model makes in evaluation."""
 REFUSED = "refused: "
-"""How the description of a call begins whose arguments this rank did not accept."""
+"""Prefix of the description of a call with invalid arguments on this rank."""
 
 PACK_LIMIT = 1 << 20
-"""Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
+"""Largest leaf, in bytes, that is copied into a flat tensor; above, the copy costs more than a collective."""
 _ALIGN = 16
-"""Bytes of the largest element: any dtype can be read from where a part begins."""
+"""Bytes of the largest element. Parts begin at multiples of it, so that they are aligned for every dtype."""
 _KEPT_CALLS = 1024
 IN_THREAD = " in thread "
-"""In the verb of a call that another thread makes than the one that joined the job."""
+"""Part of the verb of a call by another thread than the one that joined the job."""
 CONSTANT = "the constant "
-"""Before a str or bytes in the data of a call."""
+"""Prefix of a str or bytes in the description of data."""
 CONTENTS = ", contents "
-"""In the data of a call: a checksum of the values follows, which are to be the same."""
+"""Prefix of a checksum in the description of data whose values must be equal on all ranks."""
 
 
 class CallSignature(NamedTuple):
     """The call that a rank is about to make; it must be equal on all ranks."""
 
     verb: str
-    """The verb with what its arguments decide: `all_reduce(sum)`."""
+    """The verb with its arguments other than data: `all_reduce(sum)`."""
     what: str
-    """Structure, shapes and dtypes of the data, for people."""
+    """Structure, shapes and dtypes of the data, as text for error messages."""
     digest: bytes
-    """16 bytes: the hash of both."""
+    """Hash of `verb` and `what`, of 16 bytes."""
     patient: bool = False
-    """Whether ranks wait in it as long as the others live, however long collectives wait."""
+    """Whether ranks wait in this call without a time limit, while all other ranks are alive."""
 
 
 def to_bytes(raw: Tensor) -> bytes:
-    """The content of a contiguous tensor on the host."""
+    """Return the content of a contiguous tensor on the host."""
     return ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b""
 
 
@@ -77,20 +77,20 @@ FOLDS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     _Op.BOR: torch.Tensor.bitwise_or_,
     _Op.BXOR: torch.Tensor.bitwise_xor_,
 }
-"""What a reduction does with the result so far and the next rank's data."""
+"""Function of each reduction that combines the result so far with the next rank's data."""
 
 _known: dict[Any, CallSignature] = {}
 
 
 def call_of(verb: str, what: str = "") -> CallSignature:
-    """The call of a verb whose data is described by `what`."""
+    """Return the call of a verb whose data is described by `what`."""
     known = _known.get((verb, what))
     return known or _keep((verb, what), verb, what)
 
 
 def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> CallSignature:
-    """The call of a verb on a tree: structure, shapes, dtypes, and whether tensors are on the host."""
-    # Looked up by values that are at hand; a loop makes the same call a million times.
+    """Return the call of a verb on a tree: structure, shapes, dtypes, and whether tensors are on the host."""
+    # A loop repeats the same call, so the text is cached under a key that is cheap to compute.
     shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.get_device()) for t in tensors])
     key = (verb, spec, shapes, kinds)
     return _known.get(key) or _keep(key, verb, format_tree(spec, map(describe_tensor, tensors)))
@@ -105,13 +105,13 @@ def _keep(key: Any, verb: str, what: str) -> CallSignature:
 
 
 def describe_tensor(tensor: Tensor) -> str:
-    """`float32[3, 4]`, with the device where that is not the host."""
+    """Return `float32[3, 4]`, with the device if it is not the host."""
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
 
 
 def format_tree(spec: Spec, leaves: Iterable[str]) -> str:
-    """A tree as a person would write it down, with these texts for its leaves: `{'loss': float32[]}`."""
+    """Return a tree as a Python expression, with these texts for its leaves: `{'loss': float32[]}`."""
     leaves = iter(leaves)
     if spec.kind is None:
         return next(leaves)
@@ -138,11 +138,13 @@ def _constant(value: Any) -> str:
 
 
 def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
-    """Positions of what travels together: of a dtype (or `mixed`) and device; large ones alone, none empty.
+    """Return the positions of tensors for each message: of one dtype and device. Large ones are alone.
+
+    Tensors without elements are left out.
 
     Args:
         like: Tensors or labels.
-        mixed: Whether tensors of several dtypes travel together: as bytes.
+        mixed: Whether a message has tensors of several dtypes, as bytes.
     """
     groups: dict[Any, list[int]] = {}
     for position, one in enumerate(like):
@@ -154,9 +156,9 @@ def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one.
+    """Return the concatenated elements of tensors of one dtype; a single contiguous tensor is not copied.
 
-    Without gaps: backends write into a view with gaps as if it had none, without a word.
+    The result has no gaps, since backends write into a view with gaps as if it had none.
     """
     if len(tensors) > 1:
         return flatten_tensors(tensors)  # type: ignore[no-any-return]
@@ -165,7 +167,7 @@ def join(tensors: list[Tensor]) -> Tensor:
 
 
 def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
-    """(parts, bytes): each tensor split along dim 0; those of one device, of one dtype side by side."""
+    """Return tensors of one device as (parts, bytes), each split along dim 0; equal dtypes are adjacent."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     if len(plain) == 1:
         return join(plain).view(torch.uint8).view(parts, -1)
@@ -179,16 +181,16 @@ def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
 
 
 def packed_size(like: Sequence[Any]) -> int:
-    """Bytes of what `pack` makes of such tensors."""
+    """Return the number of bytes of `pack(like)`."""
     sizes = [sum([like[i].nbytes for i in places]) for places in _by_dtype(like).values()]
     return sizes[0] if len(sizes) == 1 else sum([size + -size % _ALIGN for size in sizes])
 
 
 def unpack(rows: Tensor, like: Sequence[Any], parts: int = 1) -> list[Tensor]:
-    """For each tensor (rows, numel / parts) elements out of what `pack` made on several ranks. No copies.
+    """Return a view of (rows, numel / parts) elements for each tensor that `pack` packed on several ranks.
 
     Args:
-        rows: (rows, bytes).
+        rows: The packed bytes, (rows, bytes).
         like: The tensors that were packed, or their labels.
         parts: As for `pack`.
     """
@@ -217,7 +219,7 @@ def all_on_host(tensors: list[Tensor]) -> bool:
 
 
 def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
-    """The reduction of every rank's flat data, in the order of ranks: the same bits wherever it is computed.
+    """Return the reduction of every rank's flat data, in rank order: bitwise equal on all ranks.
 
     Half-precision data are added up in float32.
     """
@@ -230,12 +232,12 @@ def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
 
 
 def for_bools(op: Any) -> Any:
-    """The operation on truth values that a sum or a product of them means."""
+    """Return the operation on bools for a reduction: OR for a sum, AND for a product."""
     return {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}.get(op, op)
 
 
 def shard_error(tensor: Any, verb: str) -> ArgumentTypeError:
-    """Return the error for a DTensor: a verb would combine other parts of a tensor as if they were one."""
+    """Return the error for a DTensor: a verb would combine different shards as if they were one tensor."""
     return ArgumentTypeError(
         f"{verb} takes tensors that each rank has whole, but one of shape {list(tensor.shape)} is split over "
         "ranks, such as a parameter of a sharded model or its gradient. fabric.backward has averaged that "

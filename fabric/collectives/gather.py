@@ -23,7 +23,7 @@ def gather_tree(
         data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
             which must all make the call.
         channel: The group.
-        dst: The only rank that gets the result, while the others get None; None: all ranks get it.
+        dst: The only rank with the result; other ranks get None. None: all ranks get the result.
         async_op: Whether to return a `Handle` before large data are received.
         verb: The user's call, for messages.
 

@@ -52,7 +52,10 @@ class Handle:
 
 
 _unwaited: dict[int, tuple[str, Handle | None]] = {}
-"""Verb and line; and the handle until its messages are done, since it holds their memory."""
+"""Verb and line of each call without a `wait()`, and its handle until its messages are done.
+
+The handle references the memory of the messages.
+"""
 _numbers = itertools.count()
 
 

@@ -209,9 +209,9 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
 def gather_pickled(
     call: CallSignature, pickled: PickledObject, channel: Channel, copies: bool = True
 ) -> list[Any]:
-    """Return every rank's object: sent in one message if all are small; else with one more per device.
+    """Return every rank's object, sent in one message if all are small, else with one more per device.
 
-    Without `copies` tensors share memory: for a caller that uses them at once.
+    Without `copies` tensors are views of the received messages, for a caller that uses them at once.
     """
     home = channel.transport.device
     received = [ReceivedObject(message) for message in gather_bytes(call, pickled.message(), channel)]
@@ -296,7 +296,7 @@ def broadcast_object(obj: Any, verb: str, src: int, channel: Channel) -> Any:
         with channel.validating(verb):
             pickled = PickledObject(obj, verb, f"rank {src}'s object")
         _broadcast_message(pickled.message(), verb, src, channel)
-        # Receivers use one device in addition to the host, so tensors of other devices are sent from it, too.
+        # Receivers use one device in addition to the host. So tensors of all other devices are sent from it.
         sent = [t if pickled.inline or t.is_cpu else t.to(device) for t in pickled.tensors]
         for bucket in [] if pickled.inline else buckets(pickled.metadata, mixed=True):
             collective.broadcast(channel.transport.to_staging(pack([sent[i] for i in bucket]).view(-1)), src)
@@ -304,8 +304,9 @@ def broadcast_object(obj: Any, verb: str, src: int, channel: Channel) -> Any:
 
 
 def _broadcast_message(message: Tensor | None, verb: str, src: int, channel: Channel) -> Tensor:
-    """Return `src`'s message (None on the others) on every rank: sent in the frame if it fits, else after
-    it.
+    """Return the message of rank `src` on every rank, sent in the frame if it fits, else after it.
+
+    `message` is None on other ranks.
     """
     local = torch.empty(0, dtype=torch.uint8) if message is None else message
     src_in_group = channel.collective.group_rank_of(src)

@@ -1,7 +1,7 @@
 """Map floats to integers of the same order, for minimum and maximum: backends lose NaN in them.
 
-NCCL returns the number. In gloo the order of operands decides: on 2 ranks `max(0, NaN)` is NaN or 0, by
-which rank has the NaN (measured). torch, and a reduction inside a frame, return NaN.
+NCCL returns the number. In gloo the result depends on the order of operands: on 2 ranks `max(0, NaN)` is
+NaN or 0, depending on which rank has the NaN (measured). torch, and a reduction inside a frame, return NaN.
 """
 
 from __future__ import annotations

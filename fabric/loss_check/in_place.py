@@ -1,7 +1,8 @@
 """Warnings of gradients that pass through tensors that a verb reduced in place.
 
-A backward treats such a tensor as this rank's own. That is right for a mean, which DDP averages, if losses of
-all ranks have the same gradient of it; and for a sum that only reports the loss: its gradient is a constant.
+A backward treats such a tensor as a value of this rank. That is correct for a mean, which DDP averages, if
+the losses of all ranks have the same gradient of it. It is also correct for a sum that only reports the loss:
+its gradient is a constant.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def watch_sum(tensor: Tensor, label: str) -> None:
 
 
 def compare_mean_gradients(by_rank: Sequence[Sequence[tuple[str, str, float, float]]]) -> None:
-    """Warn if the gradients of means in place differ between ranks, or reached some ranks alone."""
+    """Warn if the gradients of means in place differ between ranks, or only some ranks computed any."""
     longest = max(by_rank, key=len)
     for index, (label, line, *_) in enumerate(longest):
         rows = [found[index][2:] if index < len(found) else (0.0, 0.0) for found in by_rank]
-        size = max([abs(number) for row in rows for number in row])  # of a sum that cancels, too
+        # The scale of the terms, also if their sum cancels.
+        size = max([abs(number) for row in rows for number in row])
         pairs = [pair for row in rows for pair in zip(row, rows[0], strict=True)]
-        if any([abs(number - first) > 1e-4 * size for number, first in pairs]):  # not of nan
+        if any([abs(number - first) > 1e-4 * size for number, first in pairs]):  # False for nan
             _warn(label, line)
             return
 
@@ -46,7 +48,7 @@ def compare_mean_gradients(by_rank: Sequence[Sequence[tuple[str, str, float, flo
 class ReducedNumber:
     """A backward listener for a number that was reduced in place: the loss itself, for a log, or a statistic.
 
-    Its hook holds it. Where the loss is linear in the number, its gradient does not depend on the value.
+    Its hook keeps it alive. If the loss is linear in the number, its gradient is independent of the value.
     """
 
     def __init__(self, number: Tensor, label: str, line: str) -> None:
@@ -55,7 +57,7 @@ class ReducedNumber:
         add_backward_listener(self)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Find out how the loss depends on the number, and run the backward."""
+        """Determine whether the loss is linear in the number, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
         self._is_linear = _reaches(nodes, self._node)
@@ -71,8 +73,9 @@ class ReducedNumber:
 
 
 def _reaches(nodes: list[Any], number: int) -> bool:
-    """Whether a path of the graph leads to the node of this number, and none of its nodes is known to be not
-    linear. True for a large graph in which it was not found.
+    """Whether a path of the graph leads to the node of this number over no node that is known as non-linear.
+
+    True for a large graph in which the node was not found.
     """
     seen: set[int] = set()
     while nodes:

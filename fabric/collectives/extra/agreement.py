@@ -46,7 +46,7 @@ def agreed(value: Any, channel: Channel) -> Any:
 
 
 def _is_one_message(value: Any, channel: Channel) -> bool:
-    """Whether all ranks of a large group have a value of the same bytes, seen in the frames of one call."""
+    """Whether the values of all ranks of a large group have the same bytes, by the frames of one call."""
     guard = channel.guard
     if guard is None or not guard.reduces_data:
         return False
@@ -59,7 +59,7 @@ def _is_one_message(value: Any, channel: Channel) -> bool:
     bits = torch.tensor([*digest, *[255 - byte for byte in digest]], dtype=torch.uint8, device="cpu")
     call = call_of("agree", "whether the values are equal")
     frames = channel.check_call(call, [bits], torch.distributed.ReduceOp.BAND)
-    # A bit that is set on all ranks is left in the first half, one that is set on none in the second half.
+    # A bit that all ranks set remains in the first half, a bit that no rank sets in the second half.
     return frames is not None and torch.equal(frames.columns([bits])[0][0], bits)
 
 

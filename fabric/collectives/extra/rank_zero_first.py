@@ -56,7 +56,7 @@ def rank_zero_first_context(strategy: Any, local: bool) -> Iterator[None]:
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException | None:
-    """Return the error to raise on other ranks: itself if it pickles, else a RankError that quotes it."""
+    """Return the error to raise on other ranks: `error` if it pickles, else a RankError that quotes it."""
     if error is None:
         return None
     try:

@@ -24,17 +24,16 @@ _EXTREMES = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: -float("inf")}
 
 
 def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: int) -> dict[str, Tensor]:
-    """Return the values reduced over ranks; ranks that see the same data count once. All ranks must call
-    this.
+    """Return the values reduced over ranks; ranks with the same data count once. All ranks must call this.
 
-    A row is a group of `size` neighbouring ranks that see the same data. Its value is that of the last rank
+    A row is a group of `size` neighbouring ranks that read the same data. Its value is that of the last rank
     that has one (the last stage of a pipeline). Minimum and maximum are over all ranks.
 
     Args:
         values: Numbers and one-element tensors by name; None is valid in rows of several ranks.
         op: As for `reduce_tree`.
         channel: All ranks.
-        size: Number of ranks in a row; 1: each rank sees different data.
+        size: Number of ranks in a row; 1: each rank reads different data.
 
     Raises:
         ArgumentTypeError: A value is neither real number nor tensor; or no rank of a row has one.
