@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.data.rank_consistency import RankGroup
 
 _NOTHING = object()
-_WORKERS = 1  # salt: the workers' streams are not the order's
+_WORKERS = 1  # salt, so that the workers' random streams differ from the order's
 
 
 class LoaderAdapter:
@@ -38,11 +38,11 @@ class LoaderAdapter:
 
     kind = "loader"
     is_resolved = True
-    """Whether it is decided if Fabric shards the samples or the dataset shards itself."""
+    """Whether `resolve_sharding` is done: Fabric shards the samples, or the dataset shards itself."""
     per_rank = True
-    """Whether positions differ between ranks, so that a checkpoint needs those of all."""
+    """Whether positions differ between ranks, so that a checkpoint needs the positions of all ranks."""
     can_prefetch = False
-    """Whether batches may be fetched before the loop requests them; positions then count received ones."""
+    """Whether batches may be fetched before the loop requests them; positions then count received batches."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -107,7 +107,7 @@ class LoaderAdapter:
         return epoch
 
     def resolve_sharding(self, batches: Iterator[Any], rank_group: RankGroup) -> bool:
-        """Decide before the first batch who shards the samples; return whether to restart the iteration."""
+        """Decide before the first batch whether Fabric shards the samples; return whether to start again."""
         return False
 
     def _epoch_parts(self) -> list[Any]:

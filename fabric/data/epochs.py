@@ -1,4 +1,4 @@
-"""`BegunEpochs`: counts epochs of datasets of which a loop sets up a new loader for each. Used by loaders."""
+"""`BegunEpochs`: counts the epochs of a dataset for which a loop sets up a new loader in each epoch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ if TYPE_CHECKING:
 
 
 class BegunEpochs:
-    """Numbers of the next epochs of datasets, so that loaders that are made anew have new orders.
+    """Number of the next epoch of each dataset, so that each new loader of a dataset has a new order.
 
-    `for _ in range(3): loader = fabric.setup_dataloaders(DataLoader(data, shuffle=True))` would else have the
-    order of epoch 0 three times. Epochs count from the setup of a model on: each trial begins with epoch 0.
+    `for _ in range(3): loader = fabric.setup_dataloaders(DataLoader(data, shuffle=True))` would otherwise
+    have the order of epoch 0 three times. The setup of a model resets the numbers, so that each trial begins
+    with epoch 0.
+
+    Args:
+        models: Returns the number of models that were set up.
     """
 
     def __init__(self, models: Callable[[], int]) -> None:
-        """Take a function that returns how many models were set up."""
         self._models, self._seen = models, 0
         self._next: list[tuple[weakref.ref[Any], int]] = []
 
     def __reduce__(self) -> Any:
-        return _none, ()  # a copy of a loader counts for itself
+        return _none, ()  # a copy of a loader has its own count
 
     def _restart(self) -> None:
         if self._models() != self._seen:

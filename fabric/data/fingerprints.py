@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from fabric.core.errors import ConfigurationError
 from fabric.data.adapters import samplers_of
 from fabric.data.rank_consistency import table
-from fabric.data.sharding import knows_its_rank
+from fabric.data.sharding import shards_by_rank
 from fabric.utilities.data import sized_len
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import RanksDifferWarning
@@ -31,7 +31,7 @@ def fingerprint(loader: Any) -> dict[str, Any] | None:
 
     None if data may differ by rank: iterable datasets, and samplers that shard by rank.
     """
-    if isinstance(loader.dataset, IterableDataset) or any(map(knows_its_rank, samplers_of(loader))):
+    if isinstance(loader.dataset, IterableDataset) or any(map(shards_by_rank, samplers_of(loader))):
         return None
     values = {"batch_size": loader.batch_size}
     parts = [("dataset", loader.dataset), ("sampler", getattr(loader.sampler, "indices", []))]

@@ -34,7 +34,7 @@ _USER_ATTRIBUTES = ("dataset", "collate_fn", "worker_init_fn", "generator")
 
 
 class _Iteration:
-    """One iteration: its epoch, and the note of the last batch that the loop received."""
+    """One iteration: its epoch, and the position after the last batch that the loop received."""
 
     def __init__(self, epoch: int, parts: Sequence[Any]) -> None:
         self.epoch = epoch
@@ -48,7 +48,7 @@ class _FabricDataLoader(Loader):
 
     Args:
         dataloader: The (sharded copy of the) user's loader.
-        device: The device for batches; None leaves them where the loader puts them.
+        device: The device for batches; None leaves them on the loader's device.
         move: Function (batch, device) that moves a batch.
         user_loader: The user's loader, if `dataloader` is a copy.
         adapter: Yields batches with positions. None: `dataloader` keeps its position itself.
@@ -109,7 +109,7 @@ class _FabricDataLoader(Loader):
         return self._device
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Without a call, the loader counts its iterations.
+        """Set the number of the next iteration's epoch to `epoch`, from 0; by default the loader counts.
 
         A loaded position is kept if it is in this epoch, else discarded.
         """

@@ -67,7 +67,7 @@ def shard_loader(
     user_sharded = (
         not use_distributed_sampler
         or (is_iterable and shard_iterable is False)
-        or any([knows_its_rank(part) for part in parts])
+        or any([shards_by_rank(part) for part in parts])
     )
     if not user_sharded and is_iterable and custom_iteration and shard.world > 1:
         _warn_of_repeats(loader.dataset, shard.world)
@@ -173,7 +173,7 @@ def _rank_batch_sampler(
     )
 
 
-def knows_its_rank(part: Any) -> bool:
+def shards_by_rank(part: Any) -> bool:
     """Whether a user's sampler or dataset shards by rank already, like torch's DistributedSampler."""
     sizes = ("num_replicas", "world_size")
     return hasattr(part, "rank") and any([hasattr(part, name) for name in sizes])

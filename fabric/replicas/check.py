@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 MAX_INTERVAL = 1024
 """Largest number of synchronised backwards between two checks of values; the interval doubles up to it."""
 _FIRST_RAW_NUMBER = 1 << 32
-"""Lowest number of optimizers that were never set up."""
+"""Lowest number for an optimizer that was never set up."""
 _NOT_COMPARED = {"params", "param_names"}
 _COMPARISON_FACTS = b"replicas compared"[:16]
-"""The facts of messages that are sent to find a difference: equal on all ranks."""
+"""The facts of messages that search for a difference: equal on all ranks."""
 
 
 class _TrackedObject:
@@ -188,7 +188,8 @@ class ReplicaCheck(Part):
         text = report.fact_text(rows, on_all_ranks)
         if text is not None:
             raise ReplicasDivergedError(text)
-        if any([row["writes"] != rows[0]["writes"] for row in rows]):  # the step would hide the difference
+        # Now, before the step, which would change the values.
+        if any([row["writes"] != rows[0]["writes"] for row in rows]):
             self._compare_written(rows, channel)
 
     def _compare_written(self, rows: list[dict[str, Any]], channel: Channel) -> None:
@@ -240,8 +241,8 @@ class ReplicaCheck(Part):
             names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules)])
             names = names or "free parameters"
             label = f"replica check after backward {self.backwards}, of {names}"
-            # Only buffers of these models: a forward may have changed those of others, which their next
-            # backward makes equal.
+            # Only buffers of these models: a forward may have changed buffers of other models, which the next
+            # backward of those models makes equal.
             buffers = [tracked for tracked, module in held.items() if module.training]
             self.compare(label, buffers=buffers, only=only)
         for listener in [*self.backward_listeners] if modules else ():
@@ -393,7 +394,7 @@ class ReplicaCheck(Part):
         return found
 
     def _add_entry(self, found: Any, owner: str, name: str, tensor: Any, rank_only: bool = False) -> None:
-        # The key has the owner, so that objects that some ranks have collected are compared on the others.
+        # The key contains the owner, so that only ranks that have not collected an object compare it.
         key = (owner, *self._strategy.layout.replica_key)
         local, writes = tensor, -1 if tensor.is_inference() else tensor._version
         mesh = getattr(tensor, "device_mesh", None)
@@ -426,17 +427,17 @@ class ReplicaCheck(Part):
 
 
 def _is_like(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a state has its parameter's layout, or is one number; others may differ by rank."""
+    """Whether a state has its parameter's layout, or is one number. Other states may differ by rank."""
     return hasattr(value, "device_mesh") == hasattr(parameter, "device_mesh") or value.numel() == 1
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, when the host cannot read a digest."""
+    """Whether a CUDA graph is being captured; the host cannot read a digest then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a hyper-parameter as a plain value; of a device tensor only its kind, since reading it waits."""
+    """Return a hyper-parameter as a plain value. For a device tensor, whose read would wait: its kind."""
     if isinstance(value, list | tuple):
         return tuple([_to_plain(item) for item in value])
     if isinstance(value, torch.Tensor):

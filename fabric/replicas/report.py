@@ -1,4 +1,4 @@
-"""Texts of `ReplicasDivergedError`: the difference, its ranks, since when, the cause, and what to write.
+"""Texts of `ReplicasDivergedError`: the difference, its ranks, the last equal step, the cause, and a fix.
 
 Pure functions of rows of all ranks, so that the text is equal on all of them.
 """
@@ -63,7 +63,7 @@ def fact_text(rows: Sequence[dict[str, Any]], on_all_ranks: Collection[int]) -> 
     """Return the text for the first hyper-parameter or counter that differs; None: all are equal.
 
     Args:
-        rows: Of each rank: `facts` by (number of the optimizer or -1, name of the fact, parameter group).
+        rows: For each rank `facts` by (number of the optimizer or -1, name of the fact, parameter group).
         on_all_ranks: Numbers of the optimizers that all ranks have.
     """
     keys = dict.fromkeys(

@@ -26,12 +26,12 @@ def first_difference(
     rank: int,
     exchange: Callable[[Any], list[Any]],
 ) -> tuple[str | None, str | None]:
-    """Return the text of the first difference and of the largest one within the tolerance; None: no such one.
+    """Return the texts of the first difference and of the largest one within the tolerance; None: none.
 
     All ranks must call this.
 
     Args:
-        rows: Of each rank: `entries`, its compared tensors by key.
+        rows: For each rank `entries`, its compared tensors by key.
         tensors: This rank's tensors by key and name.
         rank: This rank's number in the group.
         exchange: Returns the values that the ranks passed, in rank order.

@@ -58,7 +58,7 @@ class StreamFingerprint(NamedTuple):
     samples: list[str]
     """A digest of each."""
     columns: list[list[str]]
-    """If samples are tuples, dictionaries, ...: the digests of their first values, of their second, ..."""
+    """If samples are tuples, dictionaries, ...: one list of digests per position or key."""
     preview: str
     """The text of the first sample, for messages."""
 
@@ -210,7 +210,7 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
             entry["random"] if entry and restores else None,
             restores=workers == 0,
         )
-        # If Fabric shards, a dataset that splits by worker must yield all samples in each.
+        # If Fabric shards, a dataset that shards by worker must yield all samples in each worker.
         as_read = nullcontext if self.shards_itself else without_worker_info
         if entry and restores:
             self.wrapped.load_state_dict(copy.deepcopy(entry["dataset"]))

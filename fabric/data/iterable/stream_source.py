@@ -84,14 +84,14 @@ class StreamSource(SeededLoaderAdapter):
         self.dataset.begin(epoch, saved)
 
     def resolve_sharding(self, batches: Iterator[Any], rank_group: RankGroup) -> bool:
-        """Decide at the first iteration who shards the samples. All ranks must call this.
+        """Decide at the first iteration whether Fabric shards the samples. All ranks must call this.
 
         Args:
             batches: The iteration that has begun.
             rank_group: The ranks that compare their first samples.
 
         Returns:
-            Whether the iteration must be restarted, since its workers began as for one stream.
+            Whether the iteration must be restarted, since its workers read the stream as one for all ranks.
 
         Raises:
             ConfigurationError: Ranks read neither one stream nor disjoint shards.
@@ -204,7 +204,7 @@ def dataset_shards_itself(name: str, by_rank: list[tuple[int, StreamFingerprint]
         by_rank: (index of the shard, fingerprint) of each rank. Ranks of one shard must read the same.
 
     Raises:
-        ConfigurationError: Neither: the same samples in another order, or the samples do not show it.
+        ConfigurationError: Neither: streams have equal samples in different orders, or share some of them.
     """
     fingerprints = [fingerprint for _, fingerprint in by_rank]
     if all([fingerprint.samples == fingerprints[0].samples for fingerprint in fingerprints]):
