@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 MANIFEST = "fabric.json"
 METADATA = ".metadata"
-"""torch's own file: which tensor lies where."""
+"""Name of torch's file with the location of each tensor."""
 SINGLE = "model.safetensors"
 INDICES = ".safetensors.index.json"
 INDEX = f"model{INDICES}"
-"""In a directory of Hugging Face: which tensor is in which file."""
+"""Name of the file in a directory of Hugging Face that maps tensors to files."""
 LENGTH = 8
 """Bytes at the start of a safetensors file that hold the length of its header."""
 _locks: dict[Path, int | None] = {}
@@ -83,15 +83,13 @@ def safetensors_at(path: Path, name: PathLike) -> bool:
 def temporary_path(path: Path, directory: bool) -> Path:
     """Create a file or directory next to `path`, locked until `commit_path` or `remove`; return its path.
 
-    Unlocked ones are of saves to `path` that were killed, and are removed.
+    Unlocked temporary paths belong to saves to `path` that were killed; they are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    with directory_lock(
-        path.parent
-    ):  # so that a new one is locked before another process looks for leftovers
+    with directory_lock(path.parent):  # no other process removes the new path before it is locked
         for left in _leftovers(path, "part"):
             if not is_locked(left):
                 remove(left)
@@ -213,7 +211,7 @@ def commit_path(part: Path, path: Path) -> None:
             raise
         _unlock(part)
         flush_directory(path.parent)
-        before = _leftovers(path, "old")  # also of saves that were killed
+        before = _leftovers(path, "old")  # also those of killed saves
     for rest in before:
         remove(rest)
 
@@ -241,7 +239,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def _leftovers(path: Path, suffix: str) -> list[Path]:
-    """Return the paths that saves to `path` have left: "old", set aside; "part", not complete."""
+    """Return the temporary paths of saves to `path`: "old", former checkpoints; "part", incomplete ones."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]

@@ -47,4 +47,4 @@ class CheckpointIO(ABC):
         """Delete the checkpoint at `path`, if it is there."""
 
     def teardown(self) -> None:  # noqa: B027 - optional to override
-        """Finish what is still under way."""
+        """Finish pending writes, and release resources."""

@@ -58,7 +58,7 @@ def listed_file(directory: Path, name: Any, by: Path | None = None) -> Path:
 
 
 def check_shape(tree: Any, path: PathLike) -> None:
-    """Raise DamagedCheckpointError if data nest without an end, or grow without one where they are copied."""
+    """Raise DamagedCheckpointError if data nest over `DEEPEST` levels, or a copy would be too large."""
     known: dict[int, tuple[int, int]] = {}
 
     def measure(node: Any, depth: int) -> tuple[int, int]:

@@ -25,13 +25,13 @@ _BLOCK = 32_000
 """Words that are added at once: at most `_NEAR`, and few enough that torch starts no threads."""
 _ROOM = 14 * _BLOCK
 _SMALL = 4 << 20
-"""Bytes at the start for which `zlib.crc32` is as fast."""
+"""Size in bytes up to which `zlib.crc32` is as fast."""
 _SEED = b"b\xf5&\x92"
-"""Four bytes before the first one by which a CRC-32 that begins with 0 begins as that of zlib."""
+"""Four bytes that, before the data, give a CRC-32 with a register of 0 the start value of zlib's."""
 _RAW = 0xFFFFFFFF
-"""The value after which zlib begins with 0."""
+"""The argument `value` of `zlib.crc32` for a register of 0."""
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, x^32 left out; the highest bit is the lowest power."""
+"""The polynomial of CRC-32 without x^32; the highest bit is the lowest power."""
 
 
 class Crc32:
@@ -115,7 +115,7 @@ def crc_of_range(path: Path, start: int, length: int, threads: int = 1) -> int:
         path: The file.
         start: The first byte.
         length: Number of bytes.
-        threads: How many read it at once. Each has 4.3 MB of memory.
+        threads: How many threads read it at once. Each needs 4.3 MB of memory.
     """
     threads = max(1, min(threads, length // _SMALL))
     ends = [start + length * number // threads for number in range(threads + 1)]
@@ -135,7 +135,7 @@ def crc_of_range(path: Path, start: int, length: int, threads: int = 1) -> int:
 
 
 def in_threads(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-    """Return the results for all items, computed at once in as many threads; one: in this."""
+    """Return the results for all items, each computed in a thread of its own; a single one in this thread."""
     if len(items) == 1:
         return [function(items[0])]
     from concurrent.futures import ThreadPoolExecutor
@@ -145,7 +145,7 @@ def in_threads(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
 
 
 def combine_crcs(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of bytes with one, and `length` bytes with the other behind them.
+    """Return the CRC-32 of bytes with CRC-32 `first`, followed by `length` bytes with CRC-32 `second`.
 
     Source: `crc32_combine` of zlib.
     """

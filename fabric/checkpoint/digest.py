@@ -1,6 +1,6 @@
-"""CRC-32 of files, taken while they are written or read; and the seal, which keeps that of a file in it.
+"""CRC-32 of files, computed while they are written or read; and the seal, which stores it in the file.
 
-It finds every flip of one bit and all but one in 4 billion of other damages. It does not authenticate a file.
+It detects every flip of one bit, and all but one in 4 billion of other changes. It authenticates nothing.
 
 torch writes ZIP archives. A ZIP archive ends with a comment; the two bytes before it are its length.
 `torch.load` and every unzipper ignore it. So the digest is in the file itself, and one rename commits both.
@@ -124,8 +124,8 @@ def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: 
     """Return the CRC-32 of this rank's part of each range; -1: the file is too short.
 
     Args:
-        ranges: The same on all of these ranks.
-        place: Index of this rank.
+        ranges: The ranges, equal on all of these ranks.
+        place: Index of this rank among them.
         ranks: The number of ranks that share the work.
         local_ranks: Ranks of this host that may be reading at the same time. They share its cores.
     """
@@ -138,21 +138,21 @@ def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: 
 
 
 def identity(ranges: Sequence[Sealed]) -> int:
-    """Return a number that is equal on ranks of one host whose ranges are of the same files."""
+    """Return a number that is equal on ranks of one host with the same ranges of the same files."""
     files = [(each.file.resolve(), each.file.stat(), each) for each in ranges]
     keys = [(str(path), of.st_dev, of.st_ino, *each[1:4]) for path, of, each in files]
     return zlib.crc32(repr(keys).encode())
 
 
 def verify(ranges: Sequence[Sealed], shares: Sequence[Sequence[int]] | None = None) -> None:
-    """Compare files with what was written.
+    """Compare files with the digests of the data that were written.
 
     Args:
-        ranges: What to compare.
+        ranges: The ranges to compare.
         shares: Results of `digest_share`, by place; None: this process reads all.
 
     Raises:
-        DamagedCheckpointError: That of the first range which has changed.
+        DamagedCheckpointError: The `error` of the first range that has changed.
     """
     shares = [digest_share(ranges, 0, 1)] if shares is None else shares
     for number, each in enumerate(ranges):
@@ -172,7 +172,7 @@ CHANGED = "its bytes are not those that were written"
 
 
 def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
-    """The error of a checkpoint that is not what was written."""
+    """Return the error for a checkpoint whose content was changed, or is incomplete."""
     return DamagedCheckpointError(
         f"{path} is damaged: {why}. Load another checkpoint, or copy this one anew from where it came."
     )
@@ -181,14 +181,14 @@ def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
 def read_seal(file: Any, path: PathLike) -> dict[str, Any] | None:
     """Return the entries of a file's seal; None: no seal, as after plain `torch.save`.
 
-    `size` and `crc32` are those of the bytes before it, which are to be verified.
+    `size` and `crc32` describe the bytes before the seal, which the caller must verify.
 
     Args:
         file: Open for reading, with bytes. Only its end is read.
         path: The name in errors.
 
     Raises:
-        DamagedCheckpointError: The seal is not what was written, or another number of bytes is before it.
+        DamagedCheckpointError: The seal was changed, or the number of bytes before it differs.
     """
     size = file.seek(0, 2)
     file.seek(max(0, size - _COMMENT - _LENGTH))

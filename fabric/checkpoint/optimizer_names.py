@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Names = list[list[str]]
-"""By parameter group."""
+"""Names of parameters by parameter group."""
 Known = dict[Any, list[tuple[str | None, str]]]
-"""By parameter: the keys in `state` of the modules that have it, and its names in these."""
+"""For each parameter: the keys in `state` of the modules that have it, and its names in these modules."""
 
 
 def known_names(state: Any, others: Iterable[Module]) -> Known:
@@ -56,7 +56,7 @@ def names_of(optimizer: Optimizer, known: Known) -> Names | None:
     held = list(dict.fromkeys(chain(*groups)))
     if not all([parameter in known for parameter in held]):
         own: Names = [group.get("param_names", []) for group in optimizer.param_groups]
-        return own if _is_unique(own, groups) else None  # of named_parameters()
+        return own if _is_unique(own, groups) else None  # made of named_parameters()
     first = {parameter: known[parameter][0] for parameter in held}
     names = {parameter: name for parameter, (_, name) in first.items()}
     if len({*names.values()}) < len(names):
@@ -139,7 +139,7 @@ def _aliases(optimizer: Optimizer, names: Names, known: Known) -> dict[str, str]
 def _to_local_names(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
     """Return the names in a file mapped to names in this optimizer; unknown names are unchanged.
 
-    All may have a prefix more or less, if the module was saved as part of another. Names stay distinct.
+    All may have one prefix more or less, if the module was saved as part of another. Names stay distinct.
     """
     theirs = [[clean_key(name) for name in some] for some in theirs]
     keys = [*chain(*theirs)]
@@ -159,7 +159,7 @@ def _shared(names: list[str]) -> list[str]:
 
 
 def _without_names(saved: dict[str, Any]) -> tuple[dict[str, Any], Names]:
-    """Return the state for torch, and the names: ours, or those that torch has written into the groups."""
+    """Return the state for torch, and the names: Fabric's, or else those that torch wrote into the groups."""
     groups = saved["param_groups"]
     names = saved.get("param_names") or [group.get("param_names", []) for group in groups]
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
@@ -170,8 +170,8 @@ def _without_names(saved: dict[str, Any]) -> tuple[dict[str, Any], Names]:
 def _of_other_shapes(saved: dict[str, Any], optimizer: Optimizer, called: list[str]) -> dict[int, str]:
     """Return the errors, by number, of parameters whose states have another shape than the model's.
 
-    Of torch's own optimizers, whose states have their parameter's shape. A step may be of one element, and a
-    parameter of none is on another stage.
+    For torch's optimizers only, whose states have their parameter's shape. A step may have one element. A
+    parameter without elements is on another pipeline stage.
     """
     numbers = _packed(saved)
     parameters = [*chain(*[group["params"] for group in optimizer.param_groups])]

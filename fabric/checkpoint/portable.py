@@ -1,4 +1,4 @@
-"""Checkpoint data in types that `torch.load(weights_only=True)` reads, and back. Others fail at save."""
+"""Conversion of checkpoint data to types that `torch.load(weights_only=True)` reads, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def placeholder_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def to_placeholder(value: Any) -> Any:
-    """Return the placeholder of a tensor that another rank writes; other values as they are."""
+    """Return the placeholder of a tensor that another rank writes; other values unchanged."""
     return placeholder_of(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -84,7 +84,7 @@ _FACTS |= {"size", "dim", "numel"}
 
 
 def read_stored(value: Any) -> Any:
-    """Return the values of a `LazyTensor`; anything else as it is."""
+    """Return the values of a `LazyTensor`; other values unchanged."""
     return value.read() if isinstance(value, LazyTensor) else value
 
 
@@ -94,7 +94,7 @@ def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
     Args:
         data: Any nesting of dict, list, tuple, set with plain values, tensors, paths and numpy arrays in it.
         name: Its name in errors (`state['config']`).
-        allow_pickle: Whether objects of other types stay, as copies that pickle makes.
+        allow_pickle: Whether objects of other types are allowed, as copies made by pickle.
 
     Raises:
         ArgumentTypeError: A value of another type; the message names its place.
@@ -135,13 +135,13 @@ def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
 
 class _ObjectPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> None:
-        """Nothing: the object is pickled. Refuses what is not all there."""
+        """Return None, so that `obj` is pickled. Raise for a tensor that is sharded over ranks."""
         if isinstance(obj, torch.Tensor) and hasattr(obj, "device_mesh"):
             raise TypeError("it holds a tensor that is sharded over ranks")
 
 
 def from_portable(data: Any, stored: bool = False) -> Any:
-    """Undo `to_portable`: a copy with paths and numpy values again, whose tensors own their memory.
+    """Undo `to_portable`: return a copy with paths and numpy values, whose tensors own their memory.
 
     Tensors of a memory-mapped file must not outlive the load: if the file is overwritten in place, reading
     them crashes the process. With `stored`, `LazyTensor`s are not read.

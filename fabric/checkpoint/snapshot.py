@@ -40,7 +40,7 @@ class Snapshot:
         return bytearray(leaf) if type(leaf) is bytearray else leaf
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        lazy = tensor.is_conj() or tensor.is_neg()  # its values are not those in its memory
+        lazy = tensor.is_conj() or tensor.is_neg()  # its memory has other values
         if lazy or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
         storage = tensor.untyped_storage()
@@ -58,7 +58,7 @@ class Snapshot:
         return copy.requires_grad_(tensor.requires_grad)
 
     def _memory(self, size: int, pinned: bool) -> torch.UntypedStorage:
-        # In the order of the last time: the first one fits, unless the state has changed its shape.
+        # Reused in the order of the last snapshot: the first one fits, unless the state has changed.
         if self._free and self._free[0].nbytes() == size:
             return self._free.pop(0)
         self._free.clear()
@@ -66,7 +66,7 @@ class Snapshot:
 
 
 def values(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor's values in row-major order, without a copy if they lie so on the host."""
+    """Return the bytes of a tensor's values in row-major order, as a view if possible."""
     flat: Any = as_bytes(tensor.cpu()).numpy()
     return memoryview(flat)
 

@@ -1,4 +1,4 @@
-"""Stateful objects to plain checkpoint data and back: gather, filter, strict restore. All ranks take part."""
+"""Stateful objects to plain checkpoint data and back: gather, filter, strict restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MissingKeysError(ConfigurationError, KeyError):
-    """A checkpoint lacks what `state` asks for."""
+    """A checkpoint lacks a key of `state`."""
 
     __str__ = ConfigurationError.__str__
 
@@ -34,9 +34,9 @@ class MissingKeysError(ConfigurationError, KeyError):
 def gather(
     strategy: Any, state: dict[str, Any], filter: Filter | None, allow_pickle: bool = False
 ) -> dict[str, Any]:
-    """`state` with every stateful object replaced by its (filtered) state, in types that safe loading reads.
+    """Return `state` with each stateful object replaced by its (filtered) state. All ranks must call this.
 
-    With `allow_pickle` other objects are pickled.
+    All values have types that safe loading reads. With `allow_pickle` other objects are pickled.
 
     Raises:
         ArgumentTypeError: `state` is no dictionary, a filter is no function, or a value cannot be saved.
@@ -51,7 +51,7 @@ def gather(
     known = known_names(state, strategy.modules)
     plain = {key: _state_of(strategy, value, known) for key, value in state.items()}
     if strategy.traits.splits_parameters and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
-        plain = strategy.layout.unshard_tree(plain)  # else a file had the parts of rank zero only
+        plain = strategy.layout.unshard_tree(plain)  # otherwise the file would have rank zero's shards only
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
@@ -63,7 +63,7 @@ def gather(
 def split_content(strategy: Any, state: Any) -> str:
     """Return a description of the content of `state` that is sharded; it must be equal on all ranks.
 
-    Its save takes communication. "" if the layout shards no optimizers."""
+    Saving it needs communication. "" if the layout shards no optimizers."""
     traits = strategy.traits
     if not traits.splits_optimizers:
         return ""
@@ -82,11 +82,11 @@ def split_content(strategy: Any, state: Any) -> str:
 
 
 def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict: bool) -> dict[str, Any]:
-    """Load `checkpoint` into the objects of `state` (a dictionary, or one object); gives the rest.
+    """Load `checkpoint` into the objects of `state` (a dictionary, or one object); return its other entries.
 
     Raises:
         MissingKeysError: With `strict`, `state` has keys that the checkpoint lacks.
-        UsageError: What the checkpoint holds does not fit the objects of `state`.
+        UsageError: The checkpoint's content does not fit the objects of `state`.
     """
     load = _Load(strategy, strict, known_names(state, strategy.modules))
     if state is not None and not isinstance(state, dict):
@@ -99,11 +99,11 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
 def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return a checkpoint under the names of `state`.
 
-    Only a file of safetensors changes, which has no name for its model: it gets the name of the model in
-    `state`, unless `state` is made of tensors, too.
+    Only the content of a safetensors file changes. It has no name for its model, so it gets the name of the
+    model in `state`, unless `state` consists of tensors, too.
 
     Raises:
-        MissingKeysError: `state` has more names than one, and objects.
+        MissingKeysError: `state` has several names, and an object among them.
     """
     held = checkpoint.values() if isinstance(checkpoint, dict) and isinstance(state, dict) else ()
     if not held or not all([isinstance(value, LazyTensor) for value in held]):
@@ -121,9 +121,9 @@ def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
 
 @contextmanager
 def together(strategy: Any, doing: str) -> Iterator[None]:
-    """A step that all ranks make: if it fails on any rank, all raise. All ranks must enter this.
+    """Context of a step of all ranks: if it fails on one, all of them raise. All ranks must enter it.
 
-    The failed rank raises its own error; the others, and those that failed by it, a RankError that quotes it.
+    The failed rank raises its error. All others, also if they failed as a consequence, raise a RankError.
     """
     failure: Exception | None = None
     try:
@@ -187,7 +187,7 @@ class _Load:
         self.strategy, self.strict, self.known = strategy, strict, known
 
     def entries(self, state: dict[Any, Any], saved: Any, name: str) -> Any:
-        """Load `saved` into the entries of `state`, a dictionary that holds objects; gives the rest."""
+        """Load `saved` into the entries of `state`, a dictionary with objects; return its other entries."""
         if not isinstance(saved, dict):
             raise UsageError(
                 f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
@@ -207,7 +207,7 @@ class _Load:
         return from_portable(rest)
 
     def value(self, target: Any, value: Any, name: str) -> Any:
-        """`target` with `value` loaded into it; plain data is replaced."""
+        """Return `target` with `value` loaded into it, or `value` in place of plain data."""
         if _is_stateful(target):
             self.into(target, value, name)
             return target
@@ -328,8 +328,8 @@ def _kind(value: Any) -> str:
 
 
 def _is_stateful(value: Any) -> bool:
-    # Not isinstance(Stateful): from Python 3.12 it does not see what __getattr__ passes on (a wrapped
-    # loader's methods).
+    # Not isinstance(Stateful): from Python 3.12 on it ignores methods that __getattr__ returns (those of a
+    # wrapped loader).
     names = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all([callable(getattr(value, name, None)) for name in names])
 

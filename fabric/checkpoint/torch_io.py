@@ -47,7 +47,7 @@ _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError),
     *(AssertionError, OverflowError, MemoryError, struct.error, RuntimeError),
 )
-"""Errors of its safe unpickler for a file that is no pickle."""
+"""Errors of the safe unpickler of `torch.load` for a file that is no pickle."""
 _CUT_SHORT = "it was cut short, or not written by fabric.save or torch.save"
 
 
@@ -95,7 +95,7 @@ class TorchCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The dictionary that was saved. Local files are memory-mapped: bytes are read when they are used.
+        """Return the dictionary that was saved. Local files are memory-mapped: bytes are read on first use.
 
         Args:
             path: File or URL; a directory of Hugging Face with safetensors files.
@@ -105,7 +105,7 @@ class TorchCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: Nothing is at `path`.
-            DamagedCheckpointError: The file is no checkpoint, or not what was written.
+            DamagedCheckpointError: The file is no checkpoint, or was changed.
             UsageError: The file holds objects that safe loading refuses.
         """
         local = local_path(path)
@@ -121,7 +121,7 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the ranges to verify of the local files at `path`; with `verify=False` none.
 
         Raises:
-            DamagedCheckpointError: A file is not what was written.
+            DamagedCheckpointError: A file was changed.
         """
         local = local_path(path)
         return [] if local is None else self._sealed(local, path)

@@ -36,7 +36,7 @@ _ORPHAN_S = 0.3
 _POLL_INTERVAL_S = 0.5
 _attached = False
 _link: connection.Connection[Any, Any] | None = None
-"""To the supervisor that started this rank."""
+"""Connection to the supervisor that started this rank."""
 
 
 def report_to_supervisor() -> None:

@@ -28,7 +28,7 @@ class RankLogs:
     A restarted job appends to existing files.
 
     Args:
-        directory: Of the files, created if it is missing; None: no files, and no rank prefix.
+        directory: For the files, created if it is missing; None: no files, and no rank prefix.
 
     Raises:
         ConfigurationError: The directory cannot be created or written to.

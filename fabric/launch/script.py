@@ -113,7 +113,7 @@ def _coverage(original: list[str]) -> list[str]:
         return []
     begin, end = original.index("run") + 1, len(original) - len(sys.argv)
     if original[end : end + 1] != sys.argv[:1]:
-        return []  # of a module, or of what its configuration names
+        return []  # a run of a module, or of programs that its configuration names
     options = [option for option in original[begin:end] if option not in ("-p", "--parallel-mode")]
     if len(options) == end - begin:
         print(

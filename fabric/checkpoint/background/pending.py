@@ -92,6 +92,6 @@ class PendingSave:
                 f"fabric: rank {rank} failed while saving {self._path}: {kind}: {self._error}",
                 file=sys.stderr,
             )
-            atexit._run_exitfuncs()  # the rest of them; Python has no way to end with another exit code
+            atexit._run_exitfuncs()  # the remaining ones, which os._exit would skip
             flush_output()
             os._exit(1)

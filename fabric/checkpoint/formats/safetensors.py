@@ -1,8 +1,8 @@
 """safetensors files: the tensors of one model under its own keys, as Hugging Face writes and reads them.
 
-Read by the package `safetensors`, which maps a file. Written here: the package's own way makes a temporary
-file that stays when the process is killed, and wants the whole model in memory at once. A file of ours has a
-CRC-32 of all its bytes in `__metadata__` of the header, which readers ignore.
+The package `safetensors` reads files, which it maps into memory. This module writes them: the package needs
+the whole model in memory, and leaves a temporary file if the process is killed. A file of Fabric has a CRC-32
+of all its bytes in `__metadata__` of the header, which readers ignore.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _START = b'{"__metadata__": {"fabric-crc32": "'
 _FACTS = b', "fabric-facts": "'
-"""Two marks of a file with a digest: one flipped bit can hide one of them only."""
+"""Two marks of a file with a digest, since one flipped bit can destroy one of them."""
 _TIES = "fabric-ties"
-"""In a header of ours: names of tensors that are one, and the name that it has."""
+"""Key in a header of Fabric: maps names of tied tensors to the name that is stored."""
 _BLANK = b"0" * 8
 """Placeholder of the digest while it is computed."""
 
@@ -42,7 +42,7 @@ def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
     """Return the tensors to write to `path`: `checkpoint` itself, or its only entry if that is a dictionary.
 
     Raises:
-        ConfigurationError: There is more, which such a file cannot hold.
+        ConfigurationError: `checkpoint` has other entries, which such a file cannot hold.
         MissingExtraError: safetensors is not installed.
     """
     package = _package()
@@ -63,10 +63,10 @@ def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
 
 
 def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
-    """The part of a checkpoint that one file can hold: its tensors, its only model, or that called "model".
+    """Return the part of a checkpoint for one file: its tensors, its only model, or the one named "model".
 
     Raises:
-        ConfigurationError: It has none, or several.
+        ConfigurationError: It has no model, or several.
     """
     if all([isinstance(value, torch.Tensor) for value in checkpoint.values()]):
         return checkpoint
@@ -85,17 +85,17 @@ def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
 
 
 def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) -> None:
-    """Write tensors, one at a time in memory; those that are one are written once, under the first name.
+    """Write tensors, one at a time in memory; tied tensors are written once, under the first name.
 
     Args:
-        tensors: As `tensors_of` gives them.
-        facts: Kept in the header.
+        tensors: A result of `tensors_of`.
+        facts: Stored in the header.
         file: Open for writing, with bytes. Never read or sought in.
     """
     first: dict[Any, str] = {}
     names = {name: first.setdefault(storage_key(tensor), name) for name, tensor in tensors.items()}
     tied = {name: kept for name, kept in names.items() if name != kept}
-    # The widest first: each starts where its type may.
+    # The widest dtypes first, so that each tensor is aligned.
     order = sorted(first.values(), key=lambda name: -tensors[name].dtype.itemsize)
     kept = {name: tensors[name] for name in order}
     header = _header(kept, {"torch": torch.__version__, **facts}, tied)
@@ -109,30 +109,30 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
 
 
 def sealed(path: Path, name: PathLike) -> list[Sealed]:
-    """Return what is to be verified of the files at `path`: those that have a digest.
+    """Return the ranges to verify of the files at `path` that have a digest.
 
     Args:
         path: As for `read`.
         name: The name in errors.
 
     Raises:
-        DamagedCheckpointError: A file is missing, or the index is not what was written.
+        DamagedCheckpointError: A file is missing, or the index was changed.
     """
     found = [_sealed(file, called) for file, called in _files(path, name)[0].values()]
     return [each for each in found if each is not None]
 
 
 def read(path: Path, name: PathLike) -> dict[str, Tensor]:
-    """The tensors at `path` (see `safetensors_at`), `LazyTensor`: each is read when it is used, and no more.
+    """Return the tensors at `path` (see `safetensors_at`) as `LazyTensor`s, each read when it is used.
 
-    Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
+    If a directory has a single file and an index, the file is read, as by `from_pretrained`.
 
     Args:
         path: A file, a directory, or the index in one.
         name: The name in errors.
 
     Raises:
-        DamagedCheckpointError: A file is missing, or not what was written; the message names it.
+        DamagedCheckpointError: A file is missing or was changed; the message names it.
         MissingExtraError: safetensors is not installed.
     """
     files, where = _files(path, name)
@@ -144,12 +144,12 @@ def read(path: Path, name: PathLike) -> dict[str, Tensor]:
 
 
 def _index(path: Path) -> Path:
-    """Return the file that counts of a directory; a file as it is."""
+    """Return the single file or the index of a directory; `path` itself if it is a file."""
     return path / (SINGLE if (path / SINGLE).is_file() else INDEX) if path.is_dir() else path
 
 
 def _files(path: Path, name: PathLike) -> tuple[dict[str, tuple[Path, PathLike]], dict[str, str] | None]:
-    """Return the files, with their names in errors, and the file of each tensor; None: the only file, ""."""
+    """Return {file: (its path, its name in errors)} and {tensor: file}; of one file: {"": ...} and None."""
     path = _index(path)
     if not path.name.endswith(INDICES):
         return {"": (path, name)}, None
@@ -169,7 +169,7 @@ def _read_file(path: Path, name: PathLike) -> dict[str, Tensor]:
             metadata = opened.metadata() or {}
     except package.SafetensorError as error:
         raise damaged(name, str(error)) from error
-    # Of others, those of the package's `save_model`.
+    # Ties of Fabric, or of `save_model` of the package.
     try:
         ties = {key: kept for key, kept in metadata.items() if key != "format"}
         ties = json.loads(metadata[_TIES]) if _TIES in metadata else ties
@@ -187,8 +187,9 @@ def _stored(mapped: Tensor) -> LazyTensor:
 
 
 def _sealed(path: Path, name: PathLike) -> Sealed | None:
-    """Return the tensors of a file and their digest, which the header's, of all bytes, has in it; None: the
-    file is another's, or no such file, which `_read_file` finds.
+    """Return the range of the tensors with its digest, computed from that of all bytes in the header.
+
+    None: the file has no digest, or is no safetensors file, for which `_read_file` raises.
     """
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
@@ -205,7 +206,7 @@ def _sealed(path: Path, name: PathLike) -> Sealed | None:
         crc = int(header[at:end], 16)
     except ValueError:
         raise error from None
-    if header[at:end] != b"%08x" % crc:  # int() also reads "A" for "a", and blanks
+    if header[at:end] != b"%08x" % crc:  # int() also accepts "A" for "a", and blanks
         raise error
     blank = Crc32()
     blank.update(length + header[:at] + _BLANK + header[end:])
@@ -213,7 +214,7 @@ def _sealed(path: Path, name: PathLike) -> Sealed | None:
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:
-    """Length and header, with a blank digest."""
+    """Return the length and the header, with a placeholder for the digest."""
     package, entries, end = _package(), {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize

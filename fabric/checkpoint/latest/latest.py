@@ -61,7 +61,7 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
         with ExitStack() as stack:
             try:
                 tree = stack.enter_context(strategy.opened(path))
-            except Exception as error:  # on all ranks: its own, or one that quotes another rank's
+            except Exception as error:  # on all ranks: this rank's error, or one that quotes another's
                 failure = f"{type(error).__name__}: {error}"
                 rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {failure}")
                 continue
@@ -91,9 +91,9 @@ def step_of(name: str) -> int:
 
 
 def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
-    """Remove all but `new` and the newest of the others, and what saves that were killed left behind.
+    """Remove all checkpoints but `new` and the newest others, and temporary files of killed saves.
 
-    `new` stays, whatever its step: a later one may be there that is damaged. Of its step it is the only one.
+    `new` is kept whatever its step, since later ones may be damaged. Others of the same step are removed.
     """
     others = [name for name in checkpoints(directory) if step_of(name) != step_of(new)]
     kept, there = [new, *others[: keep - 1]], list_directory(directory)

@@ -250,7 +250,7 @@ def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     for name, value in [*[(_name(value), value) for value in (owner, *args)], *kwargs.items()]:
         try:
             pickle.dumps(value)
-        except Exception as error:  # of pickle, or of a user's __getstate__ or __reduce__
+        except Exception as error:  # from pickle, or from a user's __getstate__ or __reduce__
             return f"{name} ({pickling_error(error, value, name)})"
     return "the call"
 

@@ -1,6 +1,6 @@
 """Sharded checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part, and reads its part.
 
-Imported lazily: DCP takes seconds to import. The tree of a checkpoint is that of a full file. DCP flattens it
+Imported lazily: DCP takes seconds to import. A checkpoint is the same tree as in a full file. DCP flattens it
 ("model.0.weight"). `.metadata` also has the tree itself, with types of containers and numbers as keys.
 """
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 _LARGE = 16 << 20
-"""Larger tensors, in bytes, are written by torch itself, whose overhead does not matter for them."""
+"""Size in bytes from which torch writes a tensor; its overhead matters only for smaller ones."""
 
 
 class Pickled(NamedTuple):
@@ -96,14 +96,14 @@ class ShardWriter:
         return {name: owner_of(value) for name, value in self.values.items() if is_placeholder(value)}
 
     def plan(self, owners: Mapping[str, int], root: int = 0, rank: int = 0) -> list[Chunk]:
-        """Choose what this rank writes, without communication; return the list of its chunks.
+        """Choose the chunks that this rank writes, without communication, and return them.
 
         Args:
             owners: Rank zero's `owners`.
             root: Rank zero's global rank.
             rank: This global rank.
         """
-        # Rank zero may not know that two values are one of which it has placeholders.
+        # Placeholders on rank zero do not show which values are tied.
         tied = [(name, self.values[self.tied[name]]) for name in owners if name in self.tied]
         chosen = chunks_to_write([*self.values.items(), *tied], owners, root, rank)
         self._parts = [value for _, value in chosen]
@@ -113,12 +113,12 @@ class ShardWriter:
         """On rank zero: describe the checkpoint, from the chunks of each rank.
 
         Raises:
-            UsageError: No rank has a value, or the chunks do not make up a tensor.
+            UsageError: No rank has some value, or the chunks do not cover some tensor.
         """
         self._metadata, self._keys = describe(self.values, plans)
 
     def copy(self) -> None:
-        """Copy what this rank writes to host memory: from now on the values may change."""
+        """Copy the values that this rank writes to host memory; afterwards the originals may change."""
         self._parts = [_copied(part) for part in self._parts]
 
     def write(self, directory: Path) -> list[Any]:
@@ -330,11 +330,11 @@ def consolidate(
         progress: Called after each tensor with the numbers of tensors read so far and in all.
 
     Returns:
-        The names that the file does not have: a safetensors file has a model only.
+        The names of entries that the file lacks: a safetensors file has one model only.
 
     Raises:
         UsageError: `path` is not a sharded checkpoint, or a file in it is damaged.
-        ConfigurationError: It has no model, or several, and `output` can hold one. Or `output` is `path`.
+        ConfigurationError: `output` holds one model, but there is none, or several; or `output` is `path`.
     """
     if output.resolve() == path.resolve():
         raise ConfigurationError(
@@ -381,7 +381,7 @@ def _file_backed(file: Path, like: Tensor) -> Tensor | None:
 
 
 def _is_flattened(node: Any) -> bool:
-    """Whether DCP has the entries of a list or tuple under separate names."""
+    """Whether DCP stores the entries of a list or tuple under separate names."""
     if type(node) not in (list, tuple):
         return False
     return any([isinstance(v, torch.Tensor) or type(v) in PLAIN_DICTS or _is_flattened(v) for v in node])
@@ -402,7 +402,7 @@ def _copied(value: Any) -> Any:
 
 
 def _nested(leaves: list[tuple[Any, Any]]) -> Any:
-    """Return the tree of leaves by path, as DCP has it: numbers in a path are indices of lists."""
+    """Return the tree for DCP's pairs (path, leaf): numbers in a path are indices of lists."""
     tree: dict[Any, Any] = {}
     for path, leaf in leaves:
         node = tree

@@ -44,12 +44,12 @@ _CALLED = {
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads torch's description of a checkpoint, which is a pickle, without running any code.
 
-    A pickle can set attributes of whatever it names (BUILD). Functions, and classes that it only calls, are
-    made for it (`_call_of`); `_unchanged` restores the others.
+    A pickle can set attributes of each object that it names (BUILD). For functions, and classes that it only
+    calls, it gets new functions (`_call_of`); `_unchanged` restores all other classes.
 
     Args:
         file: For errors.
-        stream: Its bytes.
+        stream: The file's bytes.
     """
 
     def __init__(self, file: pathlib.Path, stream: Any) -> None:
@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return the object that a name in the pickle refers to.
 
         Raises:
-            UsageError: It is nothing that such a description has.
+            UsageError: No description contains this name.
         """
         module = module.removesuffix("._local")  # where Python 3.13, and no other, has its paths
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -76,7 +76,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _call_of(called: Any) -> Callable[..., Any]:
-    """Return a function that calls it; of what a pickle changes in it nothing is left."""
+    """Return a new function that calls `called`: a pickle can change attributes of this function only."""
     return lambda *arguments: called(*arguments)  # noqa: PLW0108  a new function each time
 
 
@@ -117,7 +117,7 @@ def read_description(file: pathlib.Path, stream: Any) -> Any:
     """Return the description in a stream; `file`: for errors.
 
     Raises:
-        UsageError: It refers to something else than a description has, or changes a class.
+        UsageError: It refers to an object that no description has, or changes a class.
     """
     with _unchanged(_CLASSES):
         return _MetadataUnpickler(file, stream).load()

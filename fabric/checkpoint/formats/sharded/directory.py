@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Size and digest of a file, as the manifest has them."""
+    """Return size and digest of a file, for the manifest."""
     size = file.stat().st_size
     return {"size": size, "crc32": crc_of_range(file, 0, size)}
 
@@ -44,9 +44,7 @@ def sealed(directory: Path) -> list[Sealed]:
     Raises:
         DamagedCheckpointError: A file is missing, or has another size; the message names it.
     """
-    if not (
-        directory / MANIFEST
-    ).exists():  # written by torch; of one of ours the reader finds that it is missing
+    if not (directory / MANIFEST).exists():  # written by torch; for a checkpoint of Fabric the reader raises
         return []
     found = []
     for name, entry in sorted(_read_manifest(directory)["files"].items()):
@@ -60,10 +58,10 @@ def sealed(directory: Path) -> list[Sealed]:
 
 
 def check(directory: Path, place: int, ranks: int) -> None:
-    """Check every `ranks`-th file of a checkpoint, from number `place` on; without manifest there is nothing.
+    """Check every `ranks`-th file of a checkpoint, from number `place` on; none without a manifest.
 
     Raises:
-        DamagedCheckpointError: A file is missing, or not what was written; the message names it.
+        DamagedCheckpointError: A file is missing or was changed; the message names it.
     """
     verify(sealed(directory)[place::ranks])
 
@@ -72,7 +70,7 @@ def begin(path: Path) -> Path:
     """Create the temporary directory of a save to `path`; end with `commit_path` or `remove`.
 
     Raises:
-        IsADirectoryError: At `path` is a directory with files that no save has written.
+        IsADirectoryError: `path` is a directory with files that no save has written.
         OSError: The directory cannot be made.
     """
     with directory_lock(path.parent):
@@ -83,7 +81,7 @@ def begin(path: Path) -> Path:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise IsADirectoryError if at `path` is a directory with files that no save has written."""
+    """Raise IsADirectoryError if `path` is a directory with files that no save has written."""
     if not path.is_dir():
         return
     ours = (MANIFEST, METADATA)
@@ -99,7 +97,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _render(facts: dict[str, Any]) -> str:
-    """The manifest's text, with a digest of itself."""
+    """Return the manifest's text, with a digest of itself."""
     code = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     return json.dumps({**facts, "crc32": code}, indent=1) + "\n"
 

@@ -123,7 +123,7 @@ def describe(
         plans: The chunks of each rank, in rank order.
 
     Raises:
-        UsageError: No rank writes a value, or ranks have different tensors of one name.
+        UsageError: No rank writes some value, or ranks have different tensors of one name.
     """
     found: dict[str, Any] = {}
     keys: list[list[MetadataIndex | None]] = []
