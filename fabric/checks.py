@@ -45,15 +45,15 @@ raw_iterations: list[tuple[weakref.ref[Any], weakref.ref[Any], str]] = []
 """Iterations with enabled gradients of loaders that were not set up and yield their whole dataset: the
 iteration, its loader, a description."""
 _warned_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders that a warning was given about."""
+"""Loaders for which a warning was printed."""
 _warned_descriptions: set[str] = set()
-"""Descriptions of such loaders that were freed before the warning: `for batch in DataLoader(...)`."""
+"""Descriptions of loaders that were freed before the warning: `for batch in DataLoader(...)`."""
 _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
 """Samplers of torch that yield the same samples on all ranks."""
 
 
 def explains_arguments(verb: str) -> Callable[[C], C]:
-    """Decorate a method: arguments that it does not take raise an error with the right ones."""
+    """Decorate a method: arguments that it does not accept raise an error with the valid ones."""
 
     def decorate(method: C) -> C:
         @wraps(method)
@@ -70,7 +70,7 @@ def explains_arguments(verb: str) -> Callable[[C], C]:
 
 
 def explain_arguments(verb: str, method: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise ArgumentTypeError if `method`, after a TypeError, does not take these arguments (with `self`)."""
+    """Raise ArgumentTypeError if `method`, which raised TypeError, does not accept these arguments."""
     from fabric.core.advice import argument_text
 
     if (text := argument_text(verb, method, args, given)) is not None:
@@ -138,7 +138,7 @@ def check_module(module: Any, verb: str, strategy: Any) -> tuple[Module, Module]
 
 
 def warn_of_batch_norm(module: Module, device: torch.device) -> None:
-    """Warn of batch norm layers: their statistics are those of this rank's part of a batch."""
+    """Warn of batch norm layers, whose statistics are those of this rank's part of a batch."""
     found = [
         f"{path} ({type(part).__name__})"
         for path, part in module.named_modules()
@@ -303,7 +303,7 @@ def _as_list(value: Any) -> list[Any]:
 
 @cache  # once
 def warn_of_no_logger() -> None:
-    """Warn that values are logged and nothing writes them."""
+    """Warn that values are logged without a logger."""
     rank_zero_warn(
         "fabric.log: this Fabric has no logger, so that nothing is written. Write for example "
         'Fabric(loggers=CSVLogger("logs")), of fabric.loggers.'

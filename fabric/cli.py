@@ -40,12 +40,12 @@ _ADVICE = 'Write a number (--devices 2), a list (--devices 0,1, or "0," for devi
 
 
 class Option(NamedTuple):
-    """An option of `fabric run` that takes a value."""
+    """An option of `fabric run` with a value."""
 
     default: str
     help: str
     variable: str = ""
-    """Variable with the default, for rendezvous options; others are passed to the script as FABRIC_<NAME>."""
+    """Variable with the default, for rendezvous options; others are passed as FABRIC_<NAME>."""
 
 
 _OPTIONS = {

@@ -62,14 +62,14 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     Args:
         accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.
         strategy: "auto", a registered name ("ddp", "ddp_spawn", ...), or a Strategy.
-        devices: How many devices, or which; see docs/tutorials/several-gpus.md.
-            "auto": all there are (CPU: 1).
-        num_nodes: How many machines.
+        devices: Number of devices, or their indices; see docs/tutorials/several-gpus.md. "auto": all of them
+            (CPU: 1).
+        num_nodes: Number of machines.
         precision: "32-true", "bf16-mixed", ...; see docs/how-to/mixed-precision.md. None: "32-true".
         plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once; and your own parts
             (`fabric.core.parts.Part`).
         callbacks: Objects whose methods `call` and the wrappers call by name.
-        loggers: Where `log` and `log_dict` write.
+        loggers: Loggers for `log` and `log_dict`.
         replica_check: When ranks compare values that must be equal; see docs/how-to/different-numbers.md.
             True: after backwards number 1, 2, 4, ..., 1,024, and each 1,024th; a number n: after each n-th;
             False: never. None: FABRIC_REPLICA_CHECK, or True.

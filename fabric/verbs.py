@@ -59,7 +59,7 @@ class CollectiveVerbs(RankFacts):
 
     @collective
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called this. All ranks must call this, with the same `name`."""
+        """Wait until every rank has called this. All ranks must call this, with one `name`."""
         self._strategy.barrier(name)
 
     @collective
@@ -85,8 +85,9 @@ class CollectiveVerbs(RankFacts):
 
     @collective
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """The global rank `src`'s `obj` on every rank; tensors are sent as such, the rest is pickled. All
-        ranks of `group` must call this.
+        """Return `obj` of global rank `src` on every rank. All ranks of `group` (None: all) must call this.
+
+        Tensors in `obj` are sent as such, the rest is pickled. `obj` of other ranks is ignored.
 
         Raises:
             CollectiveMismatch: Rank `src`'s `obj` does not pickle; on all ranks.
@@ -219,7 +220,7 @@ class CollectiveVerbs(RankFacts):
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
         """Return the result of `all_gather(data)` on the global rank `dst`, and None on other ranks.
 
-        All ranks of `group` must call this.
+        All ranks of `group` (None: all) must call this.
 
         Raises:
             ArgumentTypeError: `dst` is not an int; a leaf is neither tensor nor number.
@@ -234,7 +235,7 @@ class CollectiveVerbs(RankFacts):
     @collective
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part of the global rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks
-        of `group` must call this.
+        of `group` (None: all) must call this.
 
         The `data` of other ranks is ignored.
 
@@ -249,7 +250,7 @@ class CollectiveVerbs(RankFacts):
 
     @collective
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
-        """Every rank's `obj`, sent as a pickle, in rank order. All ranks of `group` must call this.
+        """Every rank's `obj`, pickled, in rank order. All ranks of `group` (None: all) must call this.
 
         Raises:
             ArgumentTypeError: `obj` does not pickle.

@@ -20,7 +20,7 @@ class CUDAAccelerator(TorchAccelerator):
 
     @classmethod
     def name(cls) -> str:
-        """`"cuda"`."""
+        """Return "cuda"."""
         return "cuda"
 
     @classmethod

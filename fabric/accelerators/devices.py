@@ -10,7 +10,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-_NUMBER = re.compile(r"[+-]?[0-9]+")  # int() would also take "1_0" and digits of other scripts
+_NUMBER = re.compile(r"[+-]?[0-9]+")  # int() also accepts "1_0" and digits of other scripts
 ALL = -1
 """Result of `read_devices` for all devices."""
 

@@ -12,7 +12,7 @@ class MPSAccelerator(TorchAccelerator):
 
     @classmethod
     def name(cls) -> str:
-        """`"mps"`."""
+        """Return "mps"."""
         return "mps"
 
     @classmethod

@@ -35,7 +35,7 @@ def check_limits(clip_val: Any, max_norm: Any, norm_type: Any) -> None:
             f"clip_gradients needs one limit, but got clip_val={clip_val!r} and max_norm={max_norm!r}. "
             f"{advice}"
         )
-    norm_type = float(norm_type) if norm_type == "inf" else norm_type  # as torch takes it
+    norm_type = float(norm_type) if norm_type == "inf" else norm_type  # torch accepts this text, too
     for name, value in {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type}.items():
         if isinstance(value, str | bool):
             raise ArgumentTypeError(f"clip_gradients: {name}={value!r} must be a number. {advice}")

@@ -37,7 +37,7 @@ _step_hook: Any = None
 
 
 def add_backward_listener(listener: Any) -> None:
-    """Call `listener` in each pass from now on, in the order of registration; held weakly.
+    """Call `listener` in each pass from now on, in the order of registration; referenced weakly.
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
     Its `after_nested_pass()` is called after a nested pass, in the thread of that pass. Its
@@ -79,7 +79,7 @@ def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 def add_step_listener(part: Any) -> Callable[[], None]:
-    """Call `part.before_step(optimizer, args, kwargs)` before each step from now on; held weakly.
+    """Call `part.before_step(optimizer, args, kwargs)` before each step from now on; referenced weakly.
 
     `args` begins with the optimizer. The call may raise an error, which prevents the step.
 
@@ -132,7 +132,7 @@ def remove_idle_hook() -> None:
 def add_clip_listener(listener: Any) -> None:
     """Call `listener.before_clip(gradients)` before torch's functions clip gradients, from now on.
 
-    The call may raise an error, which prevents the clip. The listener is held weakly.
+    The call may raise an error, which prevents the clip. The listener is referenced weakly.
     """
     global _clips_patched
     _clip_listeners.add(listener)

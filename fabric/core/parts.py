@@ -147,7 +147,7 @@ class Part:
         """Raise a clearer error in place of `error`, which torch raised in `doing`, if this part has one."""
 
     def teardown(self) -> None:
-        """Release what this part holds: groups, threads, files."""
+        """Release the groups, threads and files of this part."""
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Run an outermost backward pass, also a plain `loss.backward()`: `run(tensors, *args, **kwargs)`."""

@@ -136,7 +136,7 @@ def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
 def _old_children(spec: Spec, like: Any) -> Any:
     """Return the children of `like` at the positions of the new ones.
 
-    Dataclasses and defaultdicts are copied from them, with the attributes that a spec does not hold.
+    Dataclasses and defaultdicts are copied from them, with the attributes that a spec lacks.
     """
     if like is None:
         return (None,) * len(spec.children)
@@ -162,7 +162,7 @@ def _build_tuple(kind: type, values: list[Any], like: Any) -> Any:
 
 def _refill(kind: Any, items: list[tuple[Any, Any]], like: Any) -> Any:
     """Return a container of a user's class. Its constructor, whose arguments are unknown, is not called."""
-    if type(like) is kind and len(like) == len(items):  # flattened from it, so its keys are these keys
+    if type(like) is kind and len(like) == len(items):  # `like` is the original, so the keys are equal
         made = copy(like)  # keeps attributes, default_factory and the like
     else:
         made = kind.__new__(kind)

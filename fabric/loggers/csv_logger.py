@@ -85,7 +85,7 @@ class CSVLogger(DirectoryLogger):
 
 
 class _CSVRows:
-    """A CSV file and the rows to append; `metrics` has those not yet written."""
+    """A CSV file and the rows to append; `metrics` has the rows that are not written yet."""
 
     def __init__(self, path: str) -> None:
         self.metrics_file_path = path

@@ -77,7 +77,7 @@ class Logger(ABC):
         """Store a file or directory (a checkpoint, a plot) with the run, if the logger can.
 
         Args:
-            path: Of the file, on this machine; read at once, or soon after.
+            path: Path of the file on this machine; it is read at once, or soon after.
             name: Name of the artifact; None: the last part of `path`.
         """
         return

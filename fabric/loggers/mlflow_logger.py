@@ -25,7 +25,7 @@ class MLFlowLogger(RunLogger):
         run_name: Displayed name of the run; None: chosen by MLflow.
         tracking_uri: A server, or a database. None: MLFLOW_TRACKING_URI, else `save_dir/mlflow.db` (SQLite).
             A directory needs MLFLOW_ALLOW_FILE_STORE=true since MLflow 3.
-        tags: Of the run, by name.
+        tags: Tags of the run, by name.
         save_dir: Directory of the database and the files, if there is no `tracking_uri`.
         prefix: Prefix of every metric's name, with a "-".
         run_id: The id of a run to continue; None: a new one.
@@ -109,7 +109,7 @@ class MLFlowLogger(RunLogger):
         """Store the file at `path`, or the contents of a directory, with the run.
 
         Args:
-            path: On this machine.
+            path: A path on this machine.
             name: Artifact directory of the run; None: its root.
         """
         client = self.experiment

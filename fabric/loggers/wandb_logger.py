@@ -91,7 +91,7 @@ class WandbLogger(RunLogger):
         """Store a file or directory as an artifact of type "file"; the same name again adds a version.
 
         Args:
-            path: On this machine.
+            path: A path on this machine.
             name: Name of the artifact, with other characters than W&B's replaced by "-". None: the last part
                 of `path`.
         """

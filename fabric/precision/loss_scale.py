@@ -55,7 +55,7 @@ class LossScale:
         """
 
     def __reduce__(self) -> Any:
-        return type(self), (self.scaler, self.device)  # a copy has the models that are set up with it
+        return type(self), (self.scaler, self.device)  # a copy tracks only models that are set up with it
 
     def add_owner(self, owner: Module | Optimizer) -> None:
         """Register a model or optimizer: rescale its gradients, and reject steps with scaled gradients."""

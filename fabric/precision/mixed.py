@@ -142,7 +142,7 @@ class MixedPrecision(Precision):
             )
         kwargs.pop("closure", None)
         if hasattr(optimizer.step, COUNTED_STEP):
-            # A scheduler asks whether its optimizer was stepped first; a step that the scaler skips counts.
+            # A scheduler checks that its optimizer was stepped first; a step that the scaler skips counts.
             setattr(optimizer, STEPPED, True)
         return self._scale.step(optimizer, **kwargs)  # type: ignore[arg-type]
 

@@ -89,7 +89,7 @@ def check_buffers(model: Module, gather: Callable[[Any], list[Any]]) -> None:
 
 
 class SyncedBuffers:
-    """The buffers of a model that are broadcast: those of its names, shapes and dtypes at setup.
+    """The buffers of a model that are broadcast, with their names, shapes and dtypes at setup.
 
     A buffer that is added later, or changes its shape or dtype (a cache that grows), becomes rank-local. Its
     former memory is sent in its place, so that message sizes stay equal on all ranks.
@@ -142,7 +142,7 @@ class SyncedBuffers:
 
 
 def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> None:
-    """Broadcast rank zero's buffers; the first times warn of differences. All ranks must call this."""
+    """Broadcast rank zero's buffers; the first broadcasts warn of differences. All ranks must call this."""
     for model in models:
         if model.checks_left and channel is not None and channel.world_size > 1:
             model.warn_if_different(channel)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class FreeParameters:
     """Averages gradients at the end of each outermost backward that changed them.
 
-    It does so under `no_backward_sync` too: that belongs to a model, and a mean of means is the mean.
+    Also under `no_backward_sync`, which concerns models only: a mean of means is the mean.
 
     Args:
         channel: The ranks over which gradients are averaged.

@@ -1,4 +1,4 @@
-"""Strategy names: every string that `Fabric(strategy=...)` takes."""
+"""Strategy names: every string that `Fabric(strategy=...)` accepts."""
 
 from __future__ import annotations
 

@@ -390,10 +390,7 @@ class Strategy(Checkpoints):
         return self.layout.clip_norm(parameters, max_norm, norm_type, check)
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clamp gradients to [-clip_val, clip_val]. All ranks must call this.
-
-        Arguments as for `Fabric.clip_gradients`.
-        """
+        """Clamp gradients. All ranks must call this, with arguments as for `Fabric.clip_gradients`."""
         parameters = list(self._precision.main_params(optimizer))
         self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)

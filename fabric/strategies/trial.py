@@ -1,6 +1,6 @@
 """Helpers of trials: small forwards in the first call of a model whose results are compared.
 
-A trial restores all state. Layouts use it that are correct only for some models. `fabric check` compares
+A trial restores all state. Used by layouts that are correct only for some models. `fabric check` compares
 whole steps.
 """
 

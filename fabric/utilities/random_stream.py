@@ -24,7 +24,7 @@ class RandomStream:
     If any rank used random numbers, `advance` moves the global generators one step on all ranks.
 
     Args:
-        index: Of the rank among those with equal states; None: it is the only one, and uses torch's streams.
+        index: Index of this rank among ranks with equal states; None: it is alone, and uses torch's streams.
         device: Its generator is included, in addition to the host's.
     """
 

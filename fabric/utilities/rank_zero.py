@@ -108,7 +108,7 @@ def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
 def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
     """Warn with `message` on rank zero, at the caller's line. `kwargs` (`category`) are for `warnings.warn`.
 
-    Of a strategy with `process_group=` the first rank of the group warns.
+    Under a strategy with `process_group=` the first rank of the group warns.
 
     `stacklevel`: 4 is the caller, or if that is this package, the innermost line outside of it; 5 the
     caller's caller.

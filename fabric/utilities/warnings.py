@@ -8,7 +8,7 @@ class PossibleUserWarning(UserWarning):
 
 
 class RanksDifferWarning(PossibleUserWarning):
-    """Several ranks will probably compute something else than one process; `fabric check` fails on it."""
+    """Several ranks will probably compute other results than one process; `fabric check` fails on it."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:

@@ -145,7 +145,7 @@ def _attend_in_heads(exchange: SequenceExchange, *args: Any, **kwargs: Any) -> A
     _check_lengths("multi_head_attention_forward", exchange, query, (key, value), 0)
     distinct = [key] if value is key else [key, value]
     seen = exchange.all_gather(distinct, 0)
-    own["key"], own["value"] = seen[0], seen[-1]  # one object where it was one: torch projects it once
+    own["key"], own["value"] = seen[0], seen[-1]  # equal objects stay one object, which torch projects once
     if own["is_causal"]:
         here = exchange.part.positions(query.device)
         own["attn_mask"] = torch.arange(exchange.part.length, device=query.device) > here[:, None]

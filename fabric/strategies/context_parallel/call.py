@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fabric.strategies.data_parallel.parts import Call
 
 MASK = "mask"
-"""In place of a dimension: the last two dimensions are the sequence, as in an attention mask."""
+"""Value in place of a dimension for an attention mask: its last two dimensions are the sequence."""
 
 
 class ShardedCall:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _TRIALS = 2
-"""Number of first forwards that are tried: a single batch may be the same at all positions."""
+"""Number of first forwards that are compared: a single batch may be equal at all positions."""
 
 
 class Region:

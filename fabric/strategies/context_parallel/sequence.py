@@ -36,7 +36,7 @@ class SequenceShard:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """(start, end) of the two pieces of each rank in the full sequence, in rank order."""
+        """Pairs (start, end) of the two pieces of each rank in the full sequence, in rank order."""
         pieces = 2 * self.count
         ends = [self.length * piece // pieces for piece in range(pieces + 1)]
         both = [(rank, pieces - 1 - rank) for rank in range(self.count)]
@@ -82,7 +82,7 @@ class SequenceGroup:
     seq_dim: int
     seq_dims: dict[str, int | None]
     channel: Channel | None = None
-    """None: this rank alone."""
+    """Channel of the ranks of the group; None: this rank only."""
     rank_and_size: tuple[int, int] = (0, 1)
     """(rank, number of ranks) within the group."""
     shard_sizes: set[int] = field(default_factory=set)

@@ -134,7 +134,7 @@ class Trial(TorchFunctionMode):
         own = self._parameters[number]
         size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
         random = noise(torch.empty(own.shape, dtype=self._dtype or own.dtype, device=self.device), number)
-        return size * random if own.dim() > 1 else 1 + size * random  # what scales or shifts
+        return size * random if own.dim() > 1 else 1 + size * random  # 1-D parameters scale or shift
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

@@ -30,7 +30,7 @@ ACCELERATORS = ("cpu", "cuda", "mps")
 
 
 class SplitBatch(Layout):
-    """The forward's batch in one part for each device, outputs gathered on the first; else plain torch.
+    """Splits the batch of a forward over the devices, and gathers outputs on the first one; else plain torch.
 
     Only `model(...)` is split. Other methods of the user's module run on it directly, with all rows. State
     dicts are those of the user's module.

@@ -76,7 +76,7 @@ class ReplicaState:
         """Whether gradients may differ between ranks."""
         if self.manual is None or not self.local:
             return self.local
-        # Only where the loop uses them as gradients, or what it made of them: a rank alone may look at some.
+        # Only if the loop uses them as gradients, changed or not: one rank alone may compute some for a log.
         manual = {id(grad) for ref in self.manual if (grad := tensor_of(ref)) is not None}
         # Gradients of a backward, which the loop may replace on all ranks, do not count.
         made = [p.grad is not None for p in self.without_grad]

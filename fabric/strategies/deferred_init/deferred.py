@@ -66,7 +66,7 @@ class _Operation:
     """Whether it initialises values."""
     state: Tensor | None = None
     error: UsageError | None = None
-    """Why it cannot be replayed."""
+    """The error to raise in a replay; None: it can be replayed."""
 
 
 class DeferredTensor(torch.Tensor):

@@ -1,4 +1,4 @@
-"""Ranks step by themselves and are averaged now and then."""
+"""Ranks train independently and average their parameters periodically."""
 
 from typing import TYPE_CHECKING
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 CHECKPOINT = ("always", "except_last", "never")
-"""Which micro-batches recompute their activations in backward."""
+"""Choices of the micro-batches that recompute their activations in backward."""
 
 
 class Stage:

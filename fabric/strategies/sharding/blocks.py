@@ -46,7 +46,7 @@ def check_whole(model: Module) -> None:
     """Raise if `fully_shard` was called on a submodule, except those of models that were set up.
 
     Raises:
-        UsageError: It was; the error names the submodule.
+        UsageError: `fully_shard` was called on one; the error names it.
     """
     for path, module in model.named_modules():
         if is_fsdp(module) and (module is model or not hasattr(fsdp_root(module), "_fabric_gate")):
@@ -176,7 +176,7 @@ def _shares_no_parameter(module: Module, uses: Counter[int]) -> bool:
 
 
 def innermost_first(model: Module) -> Iterable[Module]:
-    """All modules of a model, each once, after those inside of it."""
+    """Return all modules of a model, each once, after the modules inside of it."""
     seen: set[Module] = set()
 
     def visit(module: Module) -> Iterable[Module]:

@@ -1,4 +1,4 @@
-"""`StateCopies`: finds writes into what `state_dict()` of a sharded model returned. Used by `split.py`."""
+"""`StateCopies`: detects writes into results of `state_dict()` of a sharded model. Used by `split.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT, _KEPT_BYTES = 8, 1 << 20
 
 
 class StateCopies:
-    """The last state dict of each sharded model, to raise where a loop takes its tensors for the parameters.
+    """The last state dict of each sharded model, to raise if a loop writes its tensors to change parameters.
 
     `for v, w in zip(average.state_dict().values(), ...): v.lerp_(w, 0.1)` changes a model on one process. The
     state of a sharded model is gathered, so that nothing would change.
@@ -39,7 +39,7 @@ class StateCopies:
         self._given[module] = [(name, value, value._version) for name, value in smallest]
 
     def drop(self, module: Module) -> None:
-        """Forget the state of a model, which was loaded."""
+        """Drop the state of a model, which was loaded."""
         self._given.pop(module, None)
 
     def check(self) -> None:

@@ -147,7 +147,7 @@ def patch_dtensor(layout: Any) -> None:
       `eye_` writes a diagonal into each.
     - `torch.randn_like(p)` and others draw the numbers of one process, for the same reason.
     - `p.new_zeros(2, 3)` of a parameter returns a plain tensor, as forwards use.
-    - Methods that write in place write what they write on one process: see `writes.py`.
+    - Methods that write in place write the same values as on one process: see `writes.py`.
     - `p.data = t` and `p.grad.data = t` raise: torch silently changes nothing.
 
     Args:
@@ -250,7 +250,7 @@ def _data(self: Any) -> Any:
 
 
 def _set_data(self: Any, value: Tensor) -> None:
-    """`tensor.data = value` of a DTensor.
+    """Set `tensor.data = value` of a DTensor.
 
     Raises:
         UsageError: It is a parameter of a model that was set up, or the gradient of one.

@@ -1,6 +1,6 @@
 """`check_first_forward`: rejects a forward that writes parameters of a group, which would be lost.
 
-FSDP2 gathers a copy of the parameters for a forward. What the forward writes is dropped with the copy.
+FSDP2 gathers a copy of the parameters for a forward. Values that the forward writes are dropped with it.
 """
 
 from __future__ import annotations

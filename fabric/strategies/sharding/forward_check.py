@@ -21,7 +21,8 @@ class ForwardCheck:
     """The call check of one model's calls without gradients, which no step compares.
 
     Calls with gradients are compared in a step. If ranks call models or layers of different sizes in another
-    order, gloo may abort the process before that. So the 1st, 2nd, 4th, 8th, ... is checked, with all in it.
+    order, gloo may abort the process before that. So outermost calls 1, 2, 4, 8, ... are checked, and all
+    calls in them.
 
     Args:
         root: The model.
@@ -79,7 +80,7 @@ class ForwardCheck:
         self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 
     def enter(self, call: Any, name: str = "") -> bool:
-        """Check a call, around others until `leave`. Return whether it is the outermost."""
+        """Check a call, which lasts until `leave`. Return whether it is the outermost."""
         outermost = self.check_forward(name)
         if outermost:
             self._within = call

@@ -1,4 +1,4 @@
-"""Parameters that setup replaced by shards and the loop has kept: reading one's values is an error.
+"""Parameters that setup replaced by shards and the loop has kept: reading their values is an error.
 
 Called by `split.py`. Holds no parameters.
 """

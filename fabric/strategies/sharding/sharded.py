@@ -255,7 +255,7 @@ def _check_strides(name: str, parameter: Any) -> None:
 
 
 def _refuse_hook(name: str, hook: Any) -> None:
-    """`register_hook` of a sharded parameter, which never runs: autograd does not compute its gradient.
+    """Raise in `register_hook` of a sharded parameter: autograd does not compute its gradient.
 
     Raises:
         UsageError: Always.
@@ -267,7 +267,7 @@ def _refuse_hook(name: str, hook: Any) -> None:
 
 
 def _refuse_copy(name: str, memo: Any) -> Any:
-    """`copy.deepcopy` of a module of a sharded model.
+    """Raise in `copy.deepcopy` of a module of a sharded model.
 
     Raises:
         UsageError: Always.
@@ -280,7 +280,7 @@ def _refuse_copy(name: str, memo: Any) -> Any:
 
 
 def _convert(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """`_apply` of a sharded model, called by `module.to(...)`, `.half()` and others.
+    """Run `_apply` of a sharded model, called by `module.to(...)`, `.half()` and others.
 
     Raises:
         UsageError: It would change a tensor.

@@ -1,4 +1,4 @@
-"""Methods of DTensors that write in place: each writes what the same call writes on one process.
+"""Methods of DTensors that write in place: each writes the same values as on one process.
 
 Called by `dtensors.py`. A write by position gathers the whole tensor; all ranks must make it.
 """
@@ -41,7 +41,7 @@ _NO_VALUES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "apply_", "map_", "map2_"),
     *("sparse_resize_", "sparse_resize_and_clear_"),
 )
-"""Methods that change something else than values, and those of Python functions."""
+"""Methods that change other things than values, and methods that are Python functions."""
 WRITES = (
     *[name for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_" and name not in _NO_VALUES],
     *[f"__i{name}__" for name in _OPERATORS],
@@ -54,14 +54,14 @@ _MOVES = "in-place operations that require placement changes"
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is a tensor and no DTensor."""
+    """Whether a value is a tensor and no DTensor."""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
 def copied_base(tensor: Any) -> Any:
     """Return the DTensor that `tensor` is a view of by torch's rules, but a copy in memory; else None.
 
-    `p[0]` of a sharded `p` is one: torch gathers the row, and what is written into it is lost.
+    `p[0]` of a sharded `p` is one: torch gathers the row, and writes into it are lost.
     """
     base = base_of(tensor)
     if base is None or not isinstance(base, DTensor) or memory_of(base) == memory_of(tensor):

@@ -208,7 +208,7 @@ class Splitting(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function; raise if it changes such a parameter."""
+        """Call the function; raise if it changes one of these parameters."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         target = _target_of(name, args, kwargs)
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
@@ -222,7 +222,7 @@ class Splitting(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _has(self, tensor: Tensor) -> bool:
-        """Whether it is such a parameter, a view of one, or a shard."""
+        """Whether a tensor is one of these parameters, a view of one, or a shard."""
         held = {memory_of(slots[name]) for _, slots, name, _ in self._slots}
         return is_dtensor(tensor) or memory_of(tensor) in held
 

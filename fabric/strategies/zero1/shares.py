@@ -34,7 +34,8 @@ class OptimizerShard:
         self.handles: list[Any] = []
         self.step: ShardStep | None = None
         self.changes = self.writes = 0
-        """Numbers of in-place changes: of all parameters until the end of the last step; outside of steps."""
+        """In-place changes of parameters: `changes` until the end of the last step, `writes` outside steps.
+        """
         self.before_step: list[Tensor] | None = None
         """Local parameters before the running step, if parameters were changed outside of steps."""
 
