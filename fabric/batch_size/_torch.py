@@ -35,13 +35,13 @@ def local_collectives() -> Iterator[None]:
                 backend = group._get_backend(device)
                 real.append((group, device, kinds.get(backend.name().upper(), kinds["CUSTOM"]), backend))
                 group._register_backend(device, kinds["UNDEFINED"], local)
-        with warnings.catch_warnings():  # of an operation that has another kernel
+        with warnings.catch_warnings():  # about a kernel that is replaced
             warnings.simplefilter("ignore")
             for key in {torch._C._dispatch_key_for_device(device.type) for _, device, *_ in real}:
                 library.impl("allreduce_", kept_values, key, allow_override=True)
         yield
     finally:
-        try:  # first, since an interrupt may come in between: training without communication would be wrong
+        try:  # first, so that an interrupt cannot leave training without communication
             for group, device, kind, backend in real:
                 group._register_backend(device, kind, backend)
         finally:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _ATTEMPTS = 64
-"""Verbs of the step by which other ranks may answer before all agree."""
+"""Most verbs of the step in which other ranks may wait before all ranks exchange their results."""
 _SECONDARY = (" CollectiveMismatch: ", " RankError: ")
-"""What a rank raises in a verb of its step while another rank is out of memory."""
+"""Errors that a rank raises in a verb of its step while another rank is out of memory."""
 _LAYOUTS = (
     "fabric.strategies.layout",
     "fabric.strategies.ddp.replicate",
@@ -118,9 +118,10 @@ def _checked_rows(strategy: Any, step: Any, start: Any, global_batch: Any) -> in
 
 
 def _out_of_memory(strategy: Any, step: Callable[[int], Any], size: int, undo: StepUndo) -> str:
-    """Run two steps and undo them; return which rank is out of memory, or "". All ranks must call this.
+    """Run two steps and undo them; return a text on the rank that is out of memory, or "". All ranks must
+    call this.
 
-    The second step has the optimizer states that the first step made.
+    The second step has the optimizer states that the first step created.
     """
     error, reason = None, ""
     try:
@@ -129,7 +130,7 @@ def _out_of_memory(strategy: Any, step: Callable[[int], Any], size: int, undo: S
                 step(size)
             strategy.accelerator.synchronize(strategy.root_device)
     except Exception as raised:
-        # An error of memory is not kept: its traceback holds the tensors of the step.
+        # A memory error is not kept: its traceback references the step's tensors.
         reason = _memory_text(raised)
         error = None if reason else raised
     gc.collect()
@@ -139,9 +140,9 @@ def _out_of_memory(strategy: Any, step: Callable[[int], Any], size: int, undo: S
     while rows is None:
         try:
             rows = strategy.all_gather_object(outcome, label="find_batch_size")
-        except CollectiveMismatch:  # of ranks that are in a verb of the step, which ends by it
+        except CollectiveMismatch:  # other ranks are in a verb of the step, and raise now, too
             attempts += 1
-            if attempts > _ATTEMPTS:  # it was none of those: ranks wait in different groups
+            if attempts > _ATTEMPTS:  # there is another cause: ranks wait in different groups
                 raise
     full = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(rows) if text]
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text]
@@ -154,7 +155,7 @@ def _out_of_memory(strategy: Any, step: Callable[[int], Any], size: int, undo: S
 
 
 def _memory_text(error: BaseException | None) -> str:
-    """Return the first sentence of an error of memory, or that of its cause; "": it is another error."""
+    """Return the first sentence of a memory error or of its cause; "": another error."""
     if error is None:
         return ""
     if isinstance(error, torch.OutOfMemoryError) or any([text in str(error) for text in _OUT_OF_MEMORY]):

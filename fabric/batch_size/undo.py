@@ -29,7 +29,7 @@ _COUNTING = tuple(f"fabric.{name}." for name in ("data", "loss_check", "precisio
 
 
 class StepUndo:
-    """A context of training steps. At each exit everything is as it was at the creation.
+    """A context of training steps. Each exit restores the state of the time of creation.
 
     Restores modules, schedulers and set-up loaders of this process, optimizers that step in the context, the
     loss scale, random states, and the counters of Fabric. Values are copied to the host, so that the device
@@ -53,7 +53,7 @@ class StepUndo:
         for live in gc.get_objects():
             kind = type(live)
             if issubclass(kind, Module) and not issubclass(kind, DistributedDataParallel):
-                # Not of DDP: after an error it has another reducer.
+                # Not DDP itself, which has another reducer after an error.
                 self._keep(
                     [vars(live), *[value for value in vars(live).values() if issubclass(type(value), dict)]]
                 )
@@ -66,7 +66,7 @@ class StepUndo:
                     found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
                     self._generators += [(one, one.get_state()) for one in found.values()]
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
-                # An error on this rank only leaves other numbers than on other ranks.
+                # After an error on this rank only, its numbers differ from those of other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
                 self._counters.append((live, numbers))
 
@@ -86,7 +86,7 @@ class StepUndo:
         # Nothing communicates, so replicas differ.
         for owner, name in ((strategy.layout, "after_sync"), (strategy, "facts_part"), (channel, "facts")):
             self._stack.enter_context(mock.patch.object(owner, name, None))
-        # Gathered and reduced values are whatever the memory holds.
+        # Gathered and reduced values are undefined, so norms may be infinite.
         self._stack.enter_context(mock.patch.object(strategy.layout.finite, "check"))
 
     @torch.no_grad()

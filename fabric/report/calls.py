@@ -1,5 +1,5 @@
 """Timed versions of calls of Fabric and of waits of torch.distributed, which replace them while a report is
-recorded. They do nothing more in other threads than the recorded one, and while torch compiles.
+recorded. In other threads than the recorded one, and while torch compiles, they only make the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAVES = {"save": "save", "save_latest": "save", "load": "load", "load_raw": "lo
 
 
 class _TimedProcess:
-    """The part that records this process: of the `Fabric` that was launched last; None: no report."""
+    """The part that records this process, of the `Fabric` that was launched last; None: no report."""
 
     part: Any = None
 
@@ -61,7 +61,7 @@ def _run(kind: int, call: Callable[..., Any], done: Any, args: Any, kwargs: Any)
 
 
 def timed(kind: int, done: Callable[..., Any] | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` with its seconds counted to `kind`.
+    """Return `call`, with its seconds added to `kind`.
 
     `done(recorder, whether it succeeded, its result, its seconds, *args, **kwargs)` is called after it.
     """

@@ -20,7 +20,7 @@ def check_directory(given: Any, script: str) -> Path:
     """Return the absolute path of the directory for `Fabric(report=given)`, which is created.
 
     Args:
-        given: The argument; None: FABRIC_REPORT.
+        given: The argument `report`; None: FABRIC_REPORT.
         script: The name of this run's script.
 
     Raises:
@@ -53,7 +53,7 @@ def check_directory(given: Any, script: str) -> Path:
 
 
 def check_script(path: Path, records: list[Any], script: str) -> None:
-    """Raise ConfigurationError if the records of a file are of a run of another script."""
+    """Raise ConfigurationError if the records of a file are from a run of another script."""
     known = records[0].get("script", script) if records and isinstance(records[0], dict) else script
     if known != script:
         raise ConfigurationError(

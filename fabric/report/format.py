@@ -84,7 +84,7 @@ def read_from(path: PathLike, start: int) -> tuple[list[bytes | dict[str, Any]],
     at = max(_HEADER.size - start, 0)
     while at < len(data):
         if data[at] == ord("S"):
-            # A byte of each record says how many steps follow each other.
+            # The first byte of each record is its kind; equal kinds in a row are steps.
             kinds = data[at : at + _CHUNK : STEP.size]
             steps = min(len(kinds) - len(kinds.lstrip(b"S")), (len(data) - at) // STEP.size)
             if not steps:

@@ -34,7 +34,7 @@ def record(fabric: Any, given: Any) -> None:
     """Record the run of `fabric` in a directory from its launch on.
 
     Args:
-        fabric: Before its strategy is bound to the plan.
+        fabric: A Fabric whose strategy is not bound to the plan yet.
         given: The argument `report` of `Fabric`; None: FABRIC_REPORT.
 
     Raises:
@@ -56,10 +56,10 @@ def _run_recorded(fabric: Any, part: Report, function: Any, *args: Any, **kwargs
 
 
 class Report(Part):
-    """The recorder of this rank, and what feeds it.
+    """The recorder of this rank, and the timed calls that it records.
 
     Args:
-        directory: Of the report.
+        directory: Directory of the report.
         script: The name of the script of this run.
     """
 
@@ -129,7 +129,7 @@ class Report(Part):
         roots = tensors if isinstance(tensors, list | tuple) else [tensors]
         roots = [root for root in roots if getattr(root, "grad_fn", None) is not None]
         if self._waits and roots:
-            # Its callback is the first of the pass: torch runs it before those that wait, as DDP's.
+            # The first callback of the pass: torch runs it before callbacks that wait, such as DDP's.
             wait = partial(call_after_backward, partial(recorder.switch, calls.COMMUNICATION))
             handle = roots[0].register_hook(lambda _: wait())
         try:
@@ -144,14 +144,14 @@ class Report(Part):
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write the end or the failure of this run, and restore what was replaced."""
+        """Write the end or the failure of this run, and restore the replaced calls."""
         recorder, self.recorder = self.recorder, None
         if recorder is None:
             return
         atexit.unregister(self._at_exit)
         calls.timed_process.part = None
         for owner, name, own, ours in reversed(self._replaced):
-            if vars(owner).get(name) is ours:  # else others have replaced it since
+            if vars(owner).get(name) is ours:  # else other code has replaced it since
                 delattr(owner, name)
                 if own is not None:
                     setattr(owner, name, own)
@@ -159,7 +159,7 @@ class Report(Part):
         recorder.end(error)
 
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # what ends a script; at a prompt, any former one
+        error = getattr(sys, "last_value", None)  # the error that ended a script; at a prompt, the last one
         self.end(None if hasattr(sys, "ps1") or error is self._former_error else error)
 
     def _attach(self, check: Any) -> None:

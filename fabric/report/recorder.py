@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DATA, OTHER = KINDS.index("data"), len(KINDS)
 _MEMORY_EVERY = 8
-"""Steps between two looks at the peak of memory, which takes microseconds."""
+"""Steps between two reads of the memory peak, each of which takes microseconds."""
 _MOST_ONCE = 1000
 """Most warnings that are recorded."""
 _END = object()
@@ -39,11 +39,11 @@ class StepRecorder:
     """Records the thread that creates it.
 
     Args:
-        file: Of this rank.
+        file: The file of this rank.
         number: The number of the last step of this run, if it was resumed; equal on all ranks.
-        facts: For the event "start", which is written before the first step or event but warnings: by then
-            models are set up, and have added `parameters`.
-        device: Whose memory is recorded.
+        facts: Values of the event "start". It is written before the first step or event (other than
+            warnings), when the setup of models has added `parameters`.
+        device: The device whose memory is recorded.
     """
 
     stragglers: Any = None
@@ -64,7 +64,7 @@ class StepRecorder:
         self._device, self._kibibytes = device, 0
         self._optimizer: Callable[[], Any] = lambda: None
         self._early: list[bytes] | None = []
-        """Warnings before "start" is written; None: it is."""
+        """Warnings before "start" is written; None: it is written."""
         self._launched, self._once = time.time(), set[Any]()
 
     def switch(self, kind: int) -> int:
@@ -76,12 +76,12 @@ class StepRecorder:
         return previous
 
     def follow(self, optimizer: Any) -> None:
-        """Let the steps of this optimizer end steps, unless there is an earlier one."""
+        """Count a step of this optimizer as a step of the run, unless an earlier optimizer does."""
         if self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
 
     def stepped(self, optimizer: Any) -> None:
-        """Write a step, if this optimizer ends steps."""
+        """Write a step, if the steps of this optimizer are those of the run."""
         if self._optimizer() is not optimizer:
             return
         whole, self._begin = self.since - self._begin, self.since
@@ -97,7 +97,7 @@ class StepRecorder:
             self.stragglers.stepped(self)
 
     def event(self, kind: str, **values: Any) -> None:
-        """Write an event, of any thread; in processes that this one forked nothing is written."""
+        """Write an event, from any thread. Forked children of this process write nothing."""
         if os.getpid() != self._pid:
             return
         if kind != "warning":

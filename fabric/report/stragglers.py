@@ -1,7 +1,7 @@
 """`Stragglers`: compares the ranks' seconds outside of communication each 100 steps, and warns once.
 
-Sums go through the store of the process group: a small message to rank zero's host per rank and 100 steps. No
-collective, since ranks of a correct loop may do different numbers of steps; no shared directory is needed.
+Sums are sent through the store of the process group: a small message to rank zero's host per rank and 100
+steps. A collective is impossible, since ranks of a correct loop may make different numbers of steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fabric.report.format import KINDS
 
 STEPS = 100
 SLOWER = 0.15
-"""The share by which a rank must be slower than the median."""
+"""Fraction by which a straggler is slower than the median."""
 _NAMES = (*KINDS, "other")
 _BUSY = [index for index, name in enumerate(_NAMES) if name not in ("communication", "checkpoint")]
 _PLACES = {"other": "outside of the calls of Fabric"}
@@ -30,7 +30,7 @@ class Straggler(NamedTuple):
     hostname: str
     percent: int
     where: str
-    """The kind in which it loses most."""
+    """The kind with the largest difference."""
 
     def __str__(self) -> str:
         place = _PLACES.get(self.where, f"in {self.where}")
@@ -43,7 +43,7 @@ def find_stragglers(rows: dict[int, tuple[str, list[float]]]) -> list[Straggler]
     The lower median: of two ranks, the slower one is compared with the faster one.
 
     Args:
-        rows: By rank, its host and its seconds by kind, and of the rest.
+        rows: For each rank its host and its seconds by kind, with the rest last.
     """
     busy = {rank: sum([seconds[kind] for kind in _BUSY]) for rank, (_, seconds) in rows.items()}
     middle = median_low(busy.values())
@@ -61,9 +61,9 @@ class Stragglers:
     """One rank's part in the comparison; the first rank of the group reads, compares and warns.
 
     Args:
-        store: Of the process group.
-        prefix: Of the keys; equal on all ranks, and another one for each run.
-        rank: In the group.
+        store: The store of the process group.
+        prefix: Prefix of the keys, equal on all ranks, and different for each run.
+        rank: Rank in the group.
         ranks: For each rank of the group, its rank in the job.
     """
 
@@ -89,7 +89,7 @@ class Stragglers:
             self._store.set(keys[self._rank], value)
             if self._rank == 0 and self._store.check(keys):
                 texts = self._store.multi_get(keys)
-        except RuntimeError:  # the store went with the rank that has it
+        except RuntimeError:  # the rank that hosts the store has exited
             self._store = None
         if texts:
             self._compare([json.loads(text) for text in texts], recorder)

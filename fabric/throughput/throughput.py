@@ -72,9 +72,9 @@ class Throughput:
 
         Args:
             time: Seconds.
-            batches: Batches seen by this rank.
-            samples: Samples seen by this rank; at least `batches`.
-            lengths: Items (tokens, frames) seen by this rank; at least `samples`. Updates may leave it out:
+            batches: Batches that this rank has processed.
+            samples: Samples that this rank has processed; at least `batches`.
+            lengths: Items (tokens, frames) of this rank; at least `samples`. Updates may leave it out:
                 its rate is that of the last `window_size` updates with lengths.
             flops: Floating-point operations of this rank since the last update. The rate needs those of all
                 updates in the window.
