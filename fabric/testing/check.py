@@ -26,8 +26,8 @@ PAGE = "docs/how-to/accumulate.md"
 PROGRESS_INTERVAL, TERMINATE_TIMEOUT = 20.0, 10.0
 """Seconds between two lines of progress; seconds from SIGTERM to SIGKILL of a run."""
 TOLERANCE, NOISE = 1e-3, 1e-2
-"""Largest accepted difference, relative to a parameter's largest gradient, above those of another summation
-order. That gradient counts as at least `NOISE` times the largest of its model.
+"""Largest accepted difference, relative to a parameter's largest gradient: more than another summation order
+causes. That gradient counts as at least `NOISE` times the largest of its model.
 """
 
 
@@ -68,7 +68,7 @@ def check(command: list[str], ranks: int, steps: int) -> int:
 
     Returns:
         The exit code: 0 if gradients are the same; 1 if not, or if Fabric raises an error or warns that
-        several ranks compute something else than one; otherwise that of the run that failed.
+        several ranks compute other results than one; otherwise the code of the run that failed.
     """
     runs: list[list[Step]] = []
     for count in (ranks, 1):

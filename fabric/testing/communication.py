@@ -1,7 +1,7 @@
 """`communication`: counts the collectives of a block by kind, bytes and line, under every strategy.
 
-For tests of users: what a step sends must not grow unseen. Counts what torch.distributed runs on tensors;
-frames between hosts (the call check, small objects in it) are not counted.
+For tests of users that bound the traffic of a step. Counts operations of torch.distributed on tensors; frames
+of the call check, with the small objects in them, are not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter", "send": "send",
     "recv": "recv", "barrier": "barrier",
 }  # fmt: skip
-"""Beginnings of torch's names of operations, the longest first where one begins another, and ours."""
+"""Prefixes of torch's names of operations, longer ones first, and the names of this module."""
 _NAMES = sorted(_KINDS, key=len, reverse=True)
 
 
@@ -39,14 +39,14 @@ class Call(NamedTuple):
 
 
 class Communication(TorchDispatchMode):
-    """The collectives of a block, in order. Of this rank; `calls` and `bytes` are sums."""
+    """The collectives of a block on this rank, in order; `calls` and `bytes` are sums."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note it if it is a collective."""
+        """Run an operation, and record it if it is a collective."""
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and "wait" not in name:
             name = name.lstrip("_")
@@ -72,11 +72,11 @@ class Communication(TorchDispatchMode):
 
     @property
     def by_line(self) -> dict[str, tuple[int, int]]:
-        """Calls and bytes by the user's line that led to them, as "file.py:31"."""
+        """Calls and bytes by the user's line that caused them, as "file.py:31"."""
         return self._sums("line")
 
     def assert_at_most(self, *, bytes: int | None = None, calls: int | None = None) -> None:
-        """Raise where more was sent.
+        """Raise if the block made more calls, or of more bytes.
 
         Args:
             bytes: The most bytes; None: any.

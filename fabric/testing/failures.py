@@ -84,7 +84,7 @@ def call_name(function: Callable[..., Any]) -> str:
 
 
 def _by_cause(results: dict[int, RankResult]) -> list[int]:
-    # An exit precedes exceptions: peers fail within milliseconds, maybe before the parent notices the exit.
+    # An exit precedes exceptions: peers fail within milliseconds, maybe before the parent polls the exit.
     failed = [rank for rank, result in results.items() if result.failed]
     return sorted(failed, key=lambda rank: (not results[rank].died, results[rank].when))
 

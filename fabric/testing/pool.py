@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_START_LIMIT = 120.0  # seconds; the first start imports torch, which takes long on a busy machine
+_START_LIMIT = 120.0  # seconds; the first start imports torch, slowly on a busy machine
 _FINISH_LIMIT = 30.0  # seconds to destroy the process group
 _SETTLE = 0.5  # seconds after the first failure for the other ranks to fail without intervention
-_RELEASE = 5.0  # seconds for ranks to notice the exit of failed ranks
+_RELEASE = 5.0  # seconds for ranks to fail after the exit of other ranks
 _QUIET = 0.3  # seconds without output after which a dump of stacks is complete
 _PRELOAD = ("torch.distributed", "fabric.testing.worker", "fabric.fabric")
 

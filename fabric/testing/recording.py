@@ -54,11 +54,11 @@ class Recorder:
         self.shared: set[str] = set()
         """Classes of modules whose output for a sample depends on other samples of the batch."""
         self.warned: list[str] = []
-        """Warnings that several ranks compute something else than one process."""
+        """Warnings that several ranks compute other results than one process."""
         self.sizes: list[int | None] = []
         """Batch size of each loader on this rank, as in the script."""
         self.saved: set[Path] = set()
-        """Paths at which checkpoints of this run are."""
+        """Paths of the checkpoints of this run."""
 
     def path_of(self, path: Any) -> Any:
         """Return the path of the checkpoint that this run wrote as `path`; `path` if there is none."""
@@ -145,7 +145,7 @@ class RecordedFabric(Fabric):
         super().load_raw(RECORDER.path_of(path), *args, **kwargs)
 
     def load_latest(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load what this run saved in the directory, else what is there."""
+        """Load the checkpoint of this run in the directory, else the existing one."""
         return super().load_latest(RECORDER.path_of(directory), *args, **kwargs)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ class CheckedCall:
 
     Args:
         call: The engine's call, or a method.
-        layout: Its channel is used.
+        layout: The layout, whose channel is used.
         name: The name of the model, and of the method.
     """
 

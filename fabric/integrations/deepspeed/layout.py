@@ -63,9 +63,9 @@ class DeepSpeedLayout(Layout):
         self.config: dict[str, Any] = {}
         """The complete configuration of an engine, set by the strategy."""
         self.engines: dict[Any, Any] = {}
-        """The user's modules to their engines."""
+        """{user's module: its engine}."""
         self._gradients: dict[Any, Gradients] = {}
-        """Engines that have an optimizer to their gradients."""
+        """{engine with an optimizer: its gradients}."""
         self._stepped: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._runs = self._failed = self._gathers = False
 
@@ -88,7 +88,7 @@ class DeepSpeedLayout(Layout):
         if optimizer is not None:
             groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
             twin = optimizer_view(optimizer, param_groups=groups, state=defaultdict(dict))
-            vars(twin).pop("step", None)  # which schedulers bind to the user's
+            vars(twin).pop("step", None)  # a scheduler binds it to the user's optimizer
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=twin, config=self.config, dist_init_required=False
         )

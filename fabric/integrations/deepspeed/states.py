@@ -56,7 +56,7 @@ def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, 
     Args:
         optimizer: The user's optimizer, whose groups have the model's parameters.
         engine: The engine that steps them.
-        keep: Whether this rank gets the values; otherwise it only takes part in the gather.
+        keep: Whether this rank gets the values; otherwise it only calls the collectives of the gather.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 

@@ -46,7 +46,7 @@ class HorovodLayout(Replicate):
     def wrap(self, module: Module, topology: Topology) -> Module:
         """Return DDP around the module. All ranks must call this."""
         wrapped = super().wrap(module, topology)
-        self._models = 0  # ranks in `join()` take part in no call check of a backward
+        self._models = 0  # ranks in `join()` make no call check of a backward
         replica = self._replica_of(wrapped)
         if replica is not None:
             replica.register_comm_hook(self.compression, average_bucket)
@@ -63,7 +63,7 @@ class HorovodLayout(Replicate):
         return optimizer
 
     def check_join(self) -> None:
-        """Raise unless this rank can take part with zeros in the other ranks' reductions.
+        """Raise unless this rank can add zeros to the reductions of other ranks.
 
         Raises:
             UsageError: The other ranks would also send buffers, or agree on the order of gradients.

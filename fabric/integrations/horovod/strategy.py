@@ -75,7 +75,7 @@ class HorovodStrategy(DDPStrategy):
             )
 
     def join(self) -> int:
-        """Take part with zeros in the steps of ranks that have more batches; call it after the last batch.
+        """Add zeros to the reductions of ranks that have more batches; call it after the last batch.
 
         All ranks must call this; it returns the last rank that did. Until then no rank may call another verb.
 

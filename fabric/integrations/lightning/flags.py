@@ -1,4 +1,4 @@
-"""Lightning Fabric's flags: of versions, as our requirements imply them, and of installed packages."""
+"""Lightning Fabric's flags of versions, as Fabric's requirements imply them, and of installed packages."""
 
 from __future__ import annotations
 
