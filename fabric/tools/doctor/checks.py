@@ -1,4 +1,4 @@
-"""The phases of `fabric doctor` in order, on each rank; rank zero grades the measurements of all."""
+"""The phases of `fabric doctor` in order, on each rank; rank zero grades the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP_S = 15.0
 
 
 def run_checks(job: DoctorJob, main_address: str, directory: Path, accelerator: str) -> dict[str, Any]:
-    """Run all phases; return, on rank zero, what `--json` prints. All ranks must call this."""
+    """Run all phases; return, on rank zero, the report for `--json`. All ranks must call this."""
     device, mark = _device(job, accelerator), directory / f".fabric-doctor-{job.ranks[0]['token']}"
 
     def disk() -> tuple[list[Reading], float]:
@@ -91,7 +91,7 @@ def _rows(local: Any, disks: Any, connections: Any, products: Any, nodes: dict[i
 
 
 def _addresses(job: DoctorJob, main_address: str) -> dict[int, tuple[str, int]]:
-    """Return where each rank listens; the machine of rank zero is that of MASTER_ADDR, which was reached."""
+    """Return the address at which each rank listens; for rank zero MASTER_ADDR, which was reached."""
     found, here = {}, job.ranks[job.rank]["node"]
     for rank in job.alive:
         (address, port), node = job.ranks[rank]["address"], job.ranks[rank]["node"]

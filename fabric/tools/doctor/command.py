@@ -1,4 +1,4 @@
-"""`fabric doctor`: starts ranks, or is one of a launcher's; rank zero prints what all have found."""
+"""`fabric doctor`: starts ranks, or is a rank of a launcher; rank zero prints the findings of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 LIMIT_S = 300.0
-"""Seconds after which ranks that this command has started are killed, whatever they do."""
+"""Seconds after which ranks that this command has started are killed."""
 
 
 def doctor(options: argparse.Namespace, count_processes: Callable[[str, str], int]) -> int:
@@ -56,7 +56,7 @@ def doctor(options: argparse.Namespace, count_processes: Callable[[str, str], in
 
 
 def _read(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Check what is named on the command line and return the baseline."""
+    """Check the paths on the command line, and return the baseline."""
     if Path(options.dir).is_file():
         raise ConfigurationError(
             f"--dir {options.dir} is a file. Write the directory for checkpoints: --dir DIR."

@@ -1,6 +1,6 @@
-"""The ranks of `fabric doctor`: how they find each other, and phases that end by a deadline on each of them.
+"""The ranks of `fabric doctor`: their rendezvous, and phases with a deadline on each rank.
 
-All messages pass through the store of rank zero. So a rank, a network or a device that hangs delays no rank.
+All messages pass through the store of rank zero. So a rank or a device that hangs delays no other rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 GRACE_S = 5.0
-"""Seconds that a message may take."""
+"""Time limit of a message in seconds."""
 
 
 class LostError(LaunchError):
-    """This rank has no rank zero to report to: it prints `row` itself."""
+    """This rank cannot report to rank zero, so it prints `row` itself."""
 
     def __init__(self, row: Reading) -> None:
         super().__init__(row.text)
@@ -37,15 +37,15 @@ class LostError(LaunchError):
 
 
 class DoctorJob:
-    """The ranks that arrived, and those of them that still answer.
+    """The ranks that joined, and which of them respond.
 
     Args:
-        environment: Of this process.
-        about: Facts of this rank for the other ranks.
+        environment: The environment of this process.
+        about: Facts on this rank for the other ranks.
         timeout: Seconds for all ranks to arrive.
 
     Raises:
-        LostError: Rank zero was not found in time.
+        LostError: Rank zero was not reached in time.
     """
 
     def __init__(self, environment: ClusterEnvironment, about: dict[str, Any], timeout: float) -> None:
@@ -53,7 +53,7 @@ class DoctorJob:
         self.alive, self.ranks = [*range(self.world_size)], dict[int, Any]()
         self.rows: list[Reading] = []
         self.hung = False
-        """Whether a thread of this process does not return: leave by os._exit."""
+        """Whether a thread of this process is blocked, so that only os._exit ends the process."""
         self.store = _open_store(environment, self.rank, self.world_size, timeout)
         self.ranks = self.phase("arrival", lambda: about, timeout, share=True)
 
@@ -67,13 +67,13 @@ class DoctorJob:
         """Run a phase on all ranks and return the results by rank. All ranks must call this.
 
         Args:
-            name: For findings: a rank that raises, or does not answer, is a FAIL.
-            run: What each rank does; its result is written as JSON.
-            seconds: After which a rank is late. One that is silent as well is left out of later phases.
+            name: Name for findings: a rank that raises, or does not respond, is a FAIL.
+            run: Function of each rank; its result is sent as JSON.
+            seconds: Time limit. A rank that sends nothing in it is excluded from later phases.
             share: Whether all ranks get the results, not only rank zero.
 
         Raises:
-            LostError: Rank zero does not answer, or has left this rank out.
+            LostError: Rank zero does not respond, or has excluded this rank.
         """
         end = time.monotonic() + seconds + GRACE_S
         own = json.dumps(self._within(run, seconds))
@@ -95,7 +95,7 @@ class DoctorJob:
         return values
 
     def close(self) -> None:
-        """Wait on rank zero, which has the store, until the others need it no more."""
+        """On rank zero, which hosts the store: wait until no other rank needs it."""
         if self.rank:
             with suppress(RuntimeError):
                 self.store.set(f"doctor/close/{self.rank}", "[0, 0]")
@@ -110,7 +110,7 @@ class DoctorJob:
         def work() -> None:
             try:
                 results.append((run(), ""))
-            except Exception as error:  # whatever a network, disk or device raises is a finding
+            except Exception as error:  # each error of a network, disk or device is a finding
                 results.append((None, f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]))
 
         thread = threading.Thread(target=work, daemon=True)
@@ -155,7 +155,7 @@ def _open_store(environment: ClusterEnvironment, rank: int, world_size: int, tim
 
 
 def explain(address: str, port: int, rank: int, error: str) -> tuple[str, str]:
-    """Return the kind of reason for which the store at this address was not opened, and a text."""
+    """Return the kind of the reason why the store at this address was not opened, and a text."""
     where = f"(MASTER_ADDR={address}, MASTER_PORT={port})"
     try:
         found = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]

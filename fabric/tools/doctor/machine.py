@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 GB, MB = 1e9, 1_000_000
 WRITTEN_MB, WRITE_S = 32, 2.0
-"""What each rank writes to `--dir` at most; seconds after which it writes no more."""
+"""Most megabytes that each rank writes to `--dir`; seconds after which it stops."""
 PREFIXES = ("CUDA_", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_NCCL_", "UCX_")
 OF_ONE_RANK = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SLOW = "CUDA_LAUNCH_BLOCKING NCCL_IB_DISABLE NCCL_NET_GDR_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE"
-"""Variables by which devices wait for each kernel, or exchange over a slower path."""
+"""Variables that make devices wait for each kernel, or communicate over a slower path."""
 
 
 def software_rows() -> list[Reading]:
-    """Return whether torch, CUDA and driver fit each other, and variables that make a job slow."""
+    """Return the checks of the versions of torch, CUDA and driver, and of variables that make a job slow."""
     import torch
 
     driver, newest = _driver()
@@ -115,7 +115,7 @@ def host_memory() -> tuple[float, float]:
 
 
 def cores_row(by_rank: Mapping[int, Any], nodes: Mapping[int, str]) -> Reading:
-    """Return the cores per rank on the machine that has the least; pinned ranks may share cores."""
+    """Return the check of cores per rank, on the machine with the fewest; pinned ranks may share cores."""
     machines: dict[str, list[int]] = {}
     for rank in by_rank:
         machines.setdefault(nodes.get(rank, ""), []).append(rank)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 CONNECT_S, MB = 3.0, 1e6
 LARGEST_MESSAGE, PAIR_S, ROUNDS = 64_000_000, 0.1, 31
-"""Bytes at most between two ranks, seconds that a transfer should take, rounds of pairs."""
+"""Most bytes between two ranks, intended seconds of a transfer, rounds of pairs."""
 SIZES, COLLECTIVE_S = (1_000, 32_000, 1_000_000, 32_000_000, 256_000_000), 6.0
-"""Bytes; seconds for the sizes of one collective: what would take longer is left out."""
+"""Bytes; seconds for all sizes of one collective: sizes that would exceed them are left out."""
 SIDES, PRODUCT_S = {"cpu": 768}, 0.7
 """Rows and columns of the product (8192 on devices); seconds for which it is repeated."""
 _HELLO, _SIOCGIFADDR = struct.Struct("!id"), 0x8915
@@ -54,9 +54,9 @@ def _cards() -> dict[str, str]:
 
 
 def interface_rows(address: str, main_address: str, several_nodes: bool) -> list[Reading]:
-    """Return the checks of name resolution and of the interface that gloo takes.
+    """Return the checks of name resolution and of the interface that gloo uses.
 
-    Where gloo would take one that the others cannot reach, this process gets the right one for what follows.
+    If other ranks could not reach that interface, the right one is set in this process for later phases.
     """
     own, cards, begin, names, why = socket.gethostname(), _cards(), time.monotonic(), list[str](), ""
     try:
@@ -84,7 +84,7 @@ def interface_rows(address: str, main_address: str, several_nodes: bool) -> list
 
 
 def listen(rank: int) -> int:
-    """Return a port at which a thread of this process sends each client its rank and its clock."""
+    """Return a port at which a thread of this process sends its rank and its clock to each client."""
     server = socket.create_server(("", 0), backlog=1024)
 
     def serve() -> None:
@@ -97,7 +97,7 @@ def listen(rank: int) -> int:
 
 
 def connect_all(addresses: Mapping[int, tuple[str, int]], rank: int) -> dict[str, Any]:
-    """Return which ranks did not answer, and why; seconds that this clock is behind rank zero's."""
+    """Return the errors of ranks that did not answer, and the seconds of this clock behind rank zero's."""
 
     def connect(other: int) -> tuple[int, str, float]:
         begin = time.time()
@@ -119,7 +119,7 @@ def connect_all(addresses: Mapping[int, tuple[str, int]], rank: int) -> dict[str
 
 
 def connection_rows(by_rank: Mapping[int, Any], nodes: Mapping[int, str]) -> list[Reading]:
-    """Return whether all pairs have connected, and the clock that differs most from that of rank zero."""
+    """Return the checks of the connections of all pairs, and of the clock that differs most from rank 0's."""
     rows, total = [], len(by_rank) * (len(by_rank) - 1)
     for rank, blocked in [(rank, each["blocked"]) for rank, each in by_rank.items() if each["blocked"]]:
         ends = f"{format_ranks([rank], nodes)} cannot connect to {format_ranks(map(int, blocked), nodes)}"
@@ -251,7 +251,7 @@ def collective_rows(found: Mapping[str, list[tuple[int, float, float]]], fastest
 
 
 def measure_product(device: torch.device) -> dict[str, Any]:
-    """Return milliseconds of the product and how many of its rows are wrong.
+    """Return the milliseconds of the product and the number of its wrong rows.
 
     Factors are whole numbers so small that all sums are exact in single precision, in any order.
     """
@@ -272,7 +272,7 @@ def measure_product(device: torch.device) -> dict[str, Any]:
 
 
 def product_rows(by_rank: Mapping[int, Any], nodes: Mapping[int, str]) -> list[Reading]:
-    """Return which ranks are slow against the median, and which compute wrongly."""
+    """Return the checks of the product: ranks slower than the median, and ranks with wrong results."""
     times = {rank: each["ms"] for rank, each in by_rank.items()}
     middle, slowest = median_low(times.values()), max(times, key=lambda rank: times[rank])
     slow = [rank for rank in times if times[rank] > 1.5 * middle] or [slowest]

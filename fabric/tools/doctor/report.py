@@ -1,4 +1,4 @@
-"""Results of checks become findings: graded by limits.ini, merged over ranks, printed. Imports no torch."""
+"""Findings: results of checks, graded by limits.ini, merged over ranks, printed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def limits() -> ConfigParser:
 
 
 def grade(row: Reading, name: str = "") -> Finding:
-    """Return the finding of a result; `name` is printed in place of that of its limits."""
+    """Return the finding of a result; `name` replaces the name in its limits."""
     limit = limits()[row.name]
     status = FAIL if row.value < float(limit["fail"]) else WARN if row.value < float(limit["warn"]) else OK
     return Finding(limit["group"], name or row.name, status, row.text, "" if status == OK else limit["fix"])
 
 
 def merge(by_rank: Mapping[int, Iterable[Reading]], nodes: Mapping[int, str]) -> list[Finding]:
-    """Return a finding for each check: that of the worst rank, with the names of all that are not OK."""
+    """Return a finding for each check: the worst rank's, with the names of all ranks that are not OK."""
     checks: dict[str, dict[int, Reading]] = defaultdict(dict)
     for rank, rows in by_rank.items():
         for row in rows:
@@ -90,7 +90,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def compare_ranks(name: str, by_rank: Mapping[int, Mapping[str, str]], nodes: Mapping[int, str]) -> Reading:
-    """Return whether names have the same values on all ranks; which differ, and where."""
+    """Return the check that names have the same values on all ranks, with the differences and their ranks."""
     same, differ = [], []
     for key in sorted({key for each in by_rank.values() for key in each}):
         groups: dict[str, list[int]] = defaultdict(list)
@@ -118,10 +118,10 @@ def format_table(title: str, findings: list[Finding]) -> str:
 
 
 def read_baseline(path: str) -> dict[str, Any]:
-    """Return what `--json` has written.
+    """Return the report that `--json` has written.
 
     Raises:
-        ConfigurationError: There is no such file, or it is something else.
+        ConfigurationError: There is no such file, or it is no such report.
     """
     advice = "Write one on a healthy day: fabric doctor --json > healthy.json."
     try:
@@ -137,7 +137,7 @@ def read_baseline(path: str) -> dict[str, Any]:
 
 
 def compare_days(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Finding]:
-    """Return findings for figures that are worse than those of the baseline, and for other versions."""
+    """Return findings for figures worse than in the baseline, and for versions that differ from it."""
     names, day = {*then["versions"], *now["versions"]}, then["date"]
     pairs = {name: (then["versions"].get(name, "none"), now["versions"].get(name, "none")) for name in names}
     changed = [

@@ -33,7 +33,7 @@ def group_names() -> Any:
 
 
 def finished(result: Any) -> Any:
-    """Return a request of torch.distributed that is done."""
+    """Return a completed request of torch.distributed."""
     future: Any = Future()
     future.set_result(result)
     c10d: Any = torch._C._distributed_c10d

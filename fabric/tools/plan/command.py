@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def run_plan(options: argparse.Namespace, command: list[str]) -> int:
-    """Print the plan of a script and return the exit code: 1 where nothing fits into the memory given.
+    """Print the plan of a script and return the exit code: 1 if no row fits into `--memory`.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
         command: The script (or "-m" and a module) and its arguments.
     """
     request = PlanRequest(

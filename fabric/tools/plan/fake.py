@@ -1,6 +1,6 @@
 """Tensors without values, for `fabric plan --fake`: models need no memory, and operations take no time.
 
-What ranks exchange about a model is still computed with values.
+Messages of ranks about a model are still computed with values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_VALUES = (
 
 
 class UnknownNumber(float):
-    """The result of `.item()`: it can be printed, summed and averaged. A decision by it is an error."""
+    """The result of `.item()`: it can be printed, summed and averaged. A comparison with it is an error."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class UnknownNumber(float):
 
 
 class FakeTensors:
-    """Makes parameters and buffers of all modules fake from now on; and what is computed in its mode."""
+    """Makes parameters and buffers of all modules fake from now on, and all results in its mode."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -61,7 +61,7 @@ class FakeTensors:
                         vars(loaded)[key] = with_values.get(value, value)
 
     def of(self, value: Any) -> Any:
-        """Return a tensor without values; anything else as it is."""
+        """Return a tensor without values; other objects unchanged."""
         if not isinstance(value, torch.Tensor) or hasattr(value, "fake_mode"):
             return value
         if (made := self._made.get(value)) is None:
@@ -89,14 +89,14 @@ class FakeTensors:
 
 
 class Reducer(torch.distributed.Reducer):
-    """DDP's reducer, with the buckets of the first step: others are chosen by values of tensors."""
+    """DDP's reducer with the buckets of the first step, since new buckets depend on values of tensors."""
 
     def _rebuild_buckets(self) -> bool:
         return False
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """`Module.to` without swapping tensors: torch swaps none that a fake mode has seen."""
+    """Run `Module.to` without swapping tensors: torch cannot swap tensors that a fake mode has used."""
     for child in module.children() if recurse else ():
         _apply(child, function)
     for table in (module._parameters, module._buffers):

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from fabric.tools.plan.mirror import MirrorGroup
 
 LIMIT = timedelta(seconds=120)
-"""In which all ranks must reach a collective, so that none outlives the others."""
+"""Time limit for all ranks to start a collective, so that no rank outlives the others."""
 _METHODS = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce", "broadcast": "broadcast",
     "allgather": "all_gather", "_allgather_base": "all_gather", "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
     "reduce": "broadcast", "send": "send", "recv": "", "recv_anysource": "", "barrier": "",
 }  # fmt: skip
-"""Methods of process groups and the kinds of what they send."""
+"""Methods of process groups, and the kinds of collective under which their bytes count."""
 _SINCE_TORCH_2_13 = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",

@@ -30,7 +30,7 @@ FORWARD, BACKWARD, STEP = range(3)
 
 
 class Record:
-    """One storage: its kind where an object of the loop holds it, and the block that allocated it."""
+    """One storage: its kind if an object of the loop references it, and the block that allocated it."""
 
     def __init__(self, size: int, phase: int, block: str) -> None:
         self.size, self.phase, self.block = size, phase, block
@@ -47,7 +47,7 @@ class Peak(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts storages while `counting`: those that operations allocate, and those given to `hold`.
+    """Counts storages while `counting`: those that operations allocate, and those passed to `hold`.
 
     `block` is the name of the repeated module whose forward runs, "" outside of all.
     """
@@ -68,7 +68,8 @@ class MemoryTracker(TorchDispatchMode):
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if (number := self._numbers.get(storage._cdata)) is not None:
-                self.records[number].kind = "parameters"  # FSDP2 frees and regains gathered ones so
+                # FSDP2 frees and allocates gathered parameters by resizing their storage.
+                self.records[number].kind = "parameters"
                 self._change(number, size - self.records[number].size)
             return result
 
@@ -92,14 +93,14 @@ class MemoryTracker(TorchDispatchMode):
                         if self._is_counted(one)
                     }
                     if leaf.untyped_storage()._cdata in given:
-                        continue  # a view of what the host holds
+                        continue  # a view of a storage of the host
                     self._count(leaf)
                 elif self._is_counted(leaf):
                     self._count(leaf)
         return result
 
     def hold(self, tensors: Iterable[Any], kind: str) -> None:
-        """Count tensors, where they are not yet, as of this kind; of DTensors this rank's part."""
+        """Count tensors that are not counted yet, as of this kind; of DTensors this rank's shard."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 with torch.no_grad():
@@ -110,7 +111,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing that is allocated counts."""
+        """Context in which allocations do not count."""
         before, self.counting = self.counting, False
         try:
             yield
@@ -118,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
             self.counting = before
 
     def leave(self, output: Any) -> None:
-        """End the forward of a block: what it returns stays with activation checkpointing."""
+        """End the forward of a block, whose output stays allocated with activation checkpointing."""
         self.block = ""
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
@@ -131,7 +132,7 @@ class MemoryTracker(TorchDispatchMode):
         return array("q", list(accumulate(self.deltas))[self.begin :])
 
     def peak(self) -> Peak:
-        """The moment of the most live bytes since the first step."""
+        """The peak of live bytes since the first step."""
         curve = list(accumulate(self.deltas))
         at = max(range(self.begin, len(curve)), key=curve.__getitem__)
         live: Counter[int] = Counter()
@@ -158,11 +159,11 @@ class MemoryTracker(TorchDispatchMode):
         return freed
 
     def phase(self) -> int:
-        """Return the part of the loop that runs: BACKWARD, STEP, or FORWARD for anything else."""
+        """Return the part of the loop that runs: BACKWARD, STEP, or FORWARD for all else."""
         return STEP if self.stepping else FORWARD if backward_pass() == -1 else BACKWARD
 
     def _is_counted(self, leaf: Any) -> bool:
-        """Whether it is a dense tensor with memory; DTensor and torch.compile make fake ones of their own."""
+        """Whether a leaf is a dense tensor with memory, and no fake tensor of DTensor or torch.compile."""
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
             return False
         if leaf.is_meta:

@@ -1,7 +1,7 @@
 """One rank of N that do not exist: a process group in which every other rank has this rank's tensors.
 
-Used by `fabric plan`, so that strategies run as they are. No message is sent, and no result is meant to be
-right but in shape and size.
+Used by `fabric plan`, so that strategies run unchanged. No message is sent; only shapes and sizes of results
+are correct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BACKEND = "mirror"
 RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_to_all": 1}
-"""How often a rank of a ring of n sends (n - 1) / n of a whole tensor (broadcast: the mean of ranks)."""
+"""Times that a rank in a ring of n sends (n - 1) / n of a tensor (broadcast: the mean over ranks)."""
 TRAFFIC: Counter[str] = Counter()
 """Bytes that this rank has sent, by kind of collective."""
 _LEFT_OUT = ("call check", "watchdog")
@@ -35,7 +35,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class MirrorGroup(_ProcessGroup):
-    """A process group whose other ranks have what this rank has. Sums keep the values: of a mean's size."""
+    """A process group whose other ranks have the tensors of this rank. Sums keep the values, like means."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -62,7 +62,7 @@ class MirrorGroup(_ProcessGroup):
         TRAFFIC[kind] += part
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
-        """Keep the values; a sum over ranks multiplies them."""
+        """Keep the values, also in a sum."""
         self._send("all_reduce", _bytes(tensors))
         if options is not None and options.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
@@ -84,7 +84,7 @@ class MirrorGroup(_ProcessGroup):
     reduce = broadcast
 
     def send(self, tensors: list[Tensor], *_: Any) -> Any:
-        """Nothing: no rank receives."""
+        """Count the bytes: no rank receives."""
         self._send("send", _bytes(tensors))
         return finished(tensors)
 
@@ -97,7 +97,7 @@ class MirrorGroup(_ProcessGroup):
     recv_anysource = recv
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *_: Any) -> Any:
-        """Write this rank's tensor in each rank's place."""
+        """Write this rank's tensor as that of each rank."""
         for parts, given in zip(outputs, inputs, strict=True):
             self._send("all_gather", _bytes(parts))
             for part in parts:
@@ -139,7 +139,7 @@ class MirrorGroup(_ProcessGroup):
         return finished(outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
-        """Write this rank's parts; of other shapes only what fits."""
+        """Write this rank's parts; of other shapes the elements that fit."""
         self._send("all_to_all", _bytes(inputs))
         for output, given in zip(outputs, inputs, strict=True):
             if output.shape == given.shape:
@@ -165,13 +165,13 @@ def join(group: type[MirrorGroup], store: Any, rank: int, ranks: int, nodes: int
 
     Args:
         group: The class of all process groups of this process.
-        store: Of the default group.
-        rank: Of this process.
-        ranks: Of each node.
-        nodes: Machines.
+        store: The store of the default group.
+        rank: The rank of this process.
+        ranks: Number of ranks of each node.
+        nodes: Number of nodes.
         fake: Whether tensors have no values, so that none are compared.
     """
-    # Its functions hold the default group as a default argument: see ParallelStrategy.
+    # Its functions have the default group as a default argument: see ParallelStrategy.
     import torch.distributed.nn.functional  # noqa: F401
 
     for name in (*_LEFT_OUT, *["replicas"] * fake):

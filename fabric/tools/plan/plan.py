@@ -1,6 +1,6 @@
-"""`fabric.plan`: which strategies fit into a device's memory, by running the loop as one of N ranks.
+"""`fabric.plan`: strategies that fit into a device's memory, by running the loop as one of N ranks.
 
-What a case needs is counted by `simulate.py`; here cases are compared, and one is recommended.
+`simulate.py` counts the memory of each case; this module compares cases and recommends one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One strategy with one precision: what a rank needs."""
+    """One strategy with one precision: memory and traffic of a rank."""
 
     strategy: str
     precision: str
@@ -78,7 +78,7 @@ class MemoryPlan:
 
     @property
     def best(self) -> PlanRow | None:
-        """The first row that fits, those with the script's own precision first; None: nothing fits."""
+        """The first row that fits, preferably with the precision of the script; None: no row fits."""
         rows = sorted(self.rows, key=lambda row: row.precision != self.own_precision)
         return next((row for row in rows if row.fits), None)
 
@@ -86,7 +86,7 @@ class MemoryPlan:
         return as_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """Return the plan as values of JSON."""
         return as_dict(self)
 
 
@@ -109,28 +109,28 @@ def plan(
     """Predict the memory of a rank, the bytes that it sends and the largest batch, by strategy and precision.
 
     Two steps run in forks of this process, on the host. Call it before `fabric.launch()`, with a model on the
-    CPU; the model and the optimizer stay as they are.
+    CPU; the model and the optimizer stay unchanged.
 
     Args:
         model: As for `fabric.setup`.
-        optimizer: Of its parameters.
-        batch: A batch as a loader gives it to one rank; its tensors have the samples along dim 0.
+        optimizer: An optimizer of the model's parameters.
+        batch: A batch of one rank, as from a loader; its tensors have the samples along dim 0.
         loss: Function (model, batch) that returns the loss. None: `model(batch)`, of a tuple the first
             entry, of a dict `model(**batch)`; `.loss` of the output, or the mean of its first tensor.
-        devices: Ranks of each machine.
-        memory: Of each device: "80GB", or a number of bytes. None: no column about what fits.
-        num_nodes: Machines.
+        devices: Number of ranks of each machine.
+        memory: Memory of each device: "80GB", or a number of bytes. None: no column on what fits.
+        num_nodes: Number of machines.
         strategy: Names; None: ddp, zero1, zero2, zero3, and with several machines hsdp.
         precision: Names; None: "32-true" and "bf16-mixed".
-        batch_size: Samples of a rank; None: as in `batch`.
+        batch_size: Number of samples of a rank; None: as in `batch`.
         fake: Whether tensors have no values, and models need no memory.
-        bandwidth: Of each rank, "400Gb/s": adds a lower bound of the time of a step.
-        flops: Of each rank, "400T": as `bandwidth`.
+        bandwidth: Bandwidth of each rank, "400Gb/s": adds a lower bound of the time of a step.
+        flops: Operations per second of each rank, "400T": as `bandwidth`.
 
     Raises:
         ConfigurationError: Unknown names, a size without a unit.
         ArgumentTypeError: `model` is no module, or not on the CPU.
-        UsageError: No case could run; ranks have joined already.
+        UsageError: No case could run; or `fabric.launch()` was called already.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -231,9 +231,9 @@ def _row(
 
 
 def largest_batch(one: CaseResult, other: CaseResult, memory: int) -> int:
-    """Return the most samples with which no moment of a step needs more than `memory`; 0: none.
+    """Return the largest number of samples with which a step needs at most `memory` at each time; 0: none.
 
-    Each moment is linear in the samples, by two runs. Where these allocated differently, their peaks are.
+    The memory at each time is linear in the samples, by two runs. If they allocated differently, the peak is.
     """
     a, b = [torch.tensor(found.curve, dtype=torch.float64) for found in (one, other)]
     first, second = [found.batch_size or 1 for found in (one, other)]
@@ -260,7 +260,7 @@ def _check(request: PlanRequest) -> None:
 
 
 def listed(names: str | list[str] | None) -> tuple[str, ...]:
-    """Return names of a list, or of a str with commas."""
+    """Return the names in a list, or in a str with commas."""
     listed = names.split(",") if isinstance(names, str) else names or ()
     return tuple([name.strip() for name in listed])
 

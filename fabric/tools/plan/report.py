@@ -69,14 +69,14 @@ def as_dict(plan: Any) -> dict[str, Any]:
 
 
 def bound(plan: Any, row: Any) -> float:
-    """Return the seconds that a step takes at least: the longer of computing and sending."""
+    """Return the lower bound of the seconds of a step: the longer of computation and communication."""
     flops, bandwidth = plan.request.flops, plan.request.bandwidth
     computing = row.found.flops / flops if flops else 0.0
     return max(computing, row.sent / bandwidth if bandwidth else 0.0)
 
 
 def recommendation(plan: Any) -> list[str]:
-    """Return the line of code to write and the reason; nothing where no memory was given."""
+    """Return the line of code to write and the reason; empty without `memory`."""
     memory = plan.request.memory
     if memory is None:
         return ["Write --memory 80GB to see what fits, and the largest batch_size."]
@@ -121,7 +121,7 @@ def _reason(faster: list[Any]) -> str:
 
 
 def _checkpointing(row: Any) -> list[str]:
-    """Return what it saves to compute the activations of all blocks but one again in backward."""
+    """Return a line on the memory that activation checkpointing of the repeated blocks saves."""
     lines = []
     for name, size in row.found.peak.blocks.items():
         count = row.found.blocks[name]

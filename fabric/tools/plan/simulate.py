@@ -67,7 +67,7 @@ _ADVICE = {
     "CUDA": ' The plan runs on the host. Write fabric.device and fabric.to_device(x) in place of "cuda".',
     "DataDependent": f" With --fake, {NO_VALUES}.",
 }
-"""Parts of errors, and what to write."""
+"""Parts of error texts, and the advice for each."""
 
 
 class Case(NamedTuple):
@@ -79,12 +79,12 @@ class Case(NamedTuple):
     precision: str | None = None
     batch_size: int | None = None
     scale: float = 1.0
-    """By which each batch is made larger or smaller."""
+    """Factor of the size of each batch."""
     fake: bool = False
     flops: bool = False
     rank: int = 0
     store: str = ""
-    """The file in which all ranks of the case find each other; "": only this rank exists."""
+    """The file of the store of all ranks of the case; "": only this rank exists."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class CaseResult:
     flops: int = 0
     batch_size: int | None = None
     given: dict[str, str] = field(default_factory=dict)
-    """The strategy and the precision that the script writes."""
+    """The strategy and the precision in the script."""
     blocks: dict[str, int] = field(default_factory=dict)
     """Classes of repeated modules, and how many there are."""
     optimizers: list[str] = field(default_factory=list)
@@ -109,13 +109,13 @@ class CaseResult:
 
 
 def simulate(case: Case, loop: Callable[[], Any]) -> CaseResult:
-    """Return what `loop` needs, run in a fork of this process until it has made two steps."""
+    """Return the needs of `loop`, run in a fork of this process for two steps."""
     return _result(*_fork(case, loop))
 
 
 def simulate_all(case: Case, loop: Callable[[], Any]) -> CaseResult:
-    """Return what the rank with the highest peak needs. All ranks of the case run on this machine, in forks;
-    the first error ends them.
+    """Return the needs of the rank with the highest peak. All ranks of the case run here, in forks; the first
+    error ends them.
     """
     if case.fake:
         return CaseResult("Stages of a pipeline send each other values. Run the plan without --fake.")
@@ -174,7 +174,7 @@ def _result(child: int, reads: int) -> CaseResult:
 
 
 def _quiet() -> None:
-    """Send what the script prints elsewhere: it would be printed once for each case."""
+    """Discard output of the script, which would be printed once for each case."""
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -204,14 +204,14 @@ class Run:
         Run.current = self
 
     def train(self, loop: Callable[[], Any]) -> None:
-        """Run the loop, and report what it needed or how it ended."""
+        """Run the loop, and report its needs or its error."""
         torch.set_num_threads(1)  # threads of OpenMP do not outlive a fork
         kept = behave_as_accelerator()
         around_propagation(self.tracker.paused)
         self._join()
         if self.case.fake and (sharded := sys.modules.get("fabric.strategies.sharding.sharded")):
             vars(sharded)["check_first_forward"] = lambda root: None  # it compares values
-        for name in ("fabric", "fabric.fabric"):  # where scripts take it from
+        for name in ("fabric", "fabric.fabric"):  # modules from which scripts import it
             vars(sys.modules[name])["Fabric"] = SimulatedFabric
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forward_begins)
@@ -233,7 +233,7 @@ class Run:
         mirror.join(group, self.store, case.rank, case.ranks, case.nodes, case.fake)
 
     def finish(self) -> NoReturn:
-        """Send what was found to the parent, and end this process without running anything more."""
+        """Send the result to the parent, and end this process without cleanup."""
         self.tracker.counting = False
         found = self.found
         found.steps = max(self.steps.values(), default=0)
@@ -250,7 +250,7 @@ class Run:
             found.blocks = dict(Counter(self.blocks.values()))
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(found, pipe)
-        if self.case.store and not found.error:  # others may be waiting for the end of a message
+        if self.case.store and not found.error:  # other ranks may be waiting for the end of a message
             self.store.set(f"done {self.case.rank}", "")
             self.store.wait([f"done {rank}" for rank in range(self.case.ranks * self.case.nodes)], LIMIT)
         os._exit(0)
@@ -278,7 +278,7 @@ class Run:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Count what the setup of a model allocates."""
+        """Count allocations of the setup of a model."""
         self.count(True)
         try:
             yield
@@ -286,7 +286,7 @@ class Run:
             self.count(self.begun)
 
     def count(self, on: bool) -> None:
-        """Count from now on what operations allocate, as the device does; or no more: the host works."""
+        """Start to count allocations, as of the device; with `on` False stop, since the host allocates."""
         if self.fake is not None and on != self.tracker.counting:
             if on:
                 self.fake.mode.__enter__()
@@ -295,10 +295,10 @@ class Run:
         self.tracker.counting = on
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Count what a set-up model holds, and note its repeated modules."""
+        """Count the tensors of a set-up model, and record its repeated modules."""
         plain = module.module
         self.roots.add(plain)
-        for name in ("forward", "pipeline_step"):  # of a pipeline's model no module is called whole
+        for name in ("forward", "pipeline_step"):  # a pipeline calls blocks of a model, and not the model
             if (run := getattr(module, name, None)) is not None:
                 module.__dict__[name] = partial(self._called, run)
         self.tracker.hold([*plain.parameters(), *plain.buffers()], "parameters")
@@ -368,14 +368,14 @@ class Run:
 
 
 def _on_device(leaf: Any, rows: int, places: torch.Tensor) -> Any:
-    """Return a copy, as on a device, of the samples at `places`; what else a batch holds stays."""
+    """Return a copy, as on a device, of the samples at `places`; other leaves of a batch unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf[places] if leaf.dim() and len(leaf) == rows else leaf.clone()
 
 
 def _described(error: BaseException) -> str:
-    """Return the error with the last line of the user's code, and what to write."""
+    """Return the error with the last line of the user's code, and advice."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     kind, text = type(error).__name__, str(error).strip().rstrip(".")
@@ -391,14 +391,14 @@ class SimulatedFabric(Fabric):
         Run.current.found.given["precision"] = self.strategy.precision.precision
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Set up, and count what this allocates."""
+        """Set up a model, and count the allocations."""
         with Run.current.setting_up():
             if Run.current.fake is not None:
                 Run.current.fake.convert(*args)
             return super().setup(*args, **kwargs)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
-        """Set up loaders that are not divided over ranks: there may be too few samples for two steps."""
+        """Set up loaders that are not sharded over ranks: there may be too few samples for two steps."""
         made = super().setup_dataloaders(*dataloaders, **{**kwargs, "use_distributed_sampler": False})
         for loader in [made] if len(dataloaders) == 1 else made:
             loader.__class__ = _SimulatedLoader

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them: "80GB", "400Gb/s", "400T". Called by `plan.py`."""
+"""Sizes and rates with units: "80GB", "400Gb/s", "400T". Called by `plan.py`."""
 
 from __future__ import annotations
 

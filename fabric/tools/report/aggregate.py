@@ -28,18 +28,18 @@ BINS = 320
 COUNT, WHOLE = 0, 1
 """Columns of `RankAggregate.sums`: steps and their seconds; the seconds of each of KINDS follow."""
 ALIVE_S = 120.0
-"""A run whose newest record is older has ended, whatever its files say."""
+"""Age in seconds of the newest record above which a run has ended, even without an end in its files."""
 _SKEW_S = 3600.0
-"""Clocks of machines, and the times at which ranks start, differ by less."""
+"""Bound of differences between clocks of machines and between start times of ranks, in seconds."""
 _FILE = re.compile(r"rank-(\d{5,})\.bin")
 _HEAD = ("error", "text", "name", "path", "what", "place", "where")
-"""Fields of an event that need no name beside them; others are "name value", these are left out."""
+"""Fields of an event that are printed without their name; all other fields are printed as "name value"."""
 _LEFT_OUT = ("kind", "time", "step", "seconds", "ok", "secondary", "versions")
 
 
 @dataclass
 class RankAggregate:
-    """The steps of one rank, and what its last events say of it."""
+    """The steps of one rank, and its state by its last events."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(BINS, 2 + len(KINDS)).double())
     peaks: Tensor = field(default_factory=lambda: torch.zeros(BINS, 2).double())
@@ -57,7 +57,7 @@ class RankAggregate:
 
 
 class RunAggregate:
-    """The aggregated files of a directory. `update` reads what was appended.
+    """The aggregated files of a directory. `update` reads appended records.
 
     Raises:
         ConfigurationError: The directory has no files of a run.
@@ -67,16 +67,16 @@ class RunAggregate:
         self.directory, self.width = Path(directory), 1
         self.ranks: dict[int, RankAggregate] = {}
         self.events: dict[tuple[str, int, str], tuple[float, int, int, int, float, str]] = {}
-        """By kind, bin and text (of failures and warnings): time, rank and step of the first event, how many
-        there are, most seconds, text of the first."""
+        """By kind, bin and text (of failures and warnings): time, rank and step of the first event, number of
+        events, largest seconds, text of the first."""
         self.values: dict[str, dict[int, tuple[int, float, float, float]]] = {}
-        """By name and bin: how many, their sum, the least and the most."""
+        """By name and bin: number of values, sum, minimum and maximum."""
         self.not_finite: dict[str, int] = {}
         """Names of values that were infinite or NaN, with the first such step."""
         self._check_directory()
 
     def update(self) -> None:
-        """Read what ranks appended since the last call.
+        """Read the records that ranks appended since the last call.
 
         Raises:
             ConfigurationError: A file cannot be read.
@@ -110,13 +110,13 @@ class RunAggregate:
         return {rank: entry for rank, entry in written.items() if rank < size}
 
     def is_alive(self, within: float = ALIVE_S) -> bool:
-        """Whether a rank has neither ended nor failed, and one wrote within so many seconds."""
+        """Whether a rank has neither ended nor failed, and a rank wrote within the last `within` seconds."""
         entries = self.last_attempt().values()
         is_recent = time.time() - max([entry.end for entry in entries]) < within
         return is_recent and any([entry.state == "open" for entry in entries])
 
     def widen(self) -> None:
-        """Make one bin of each two."""
+        """Merge the bins in pairs."""
         self.width *= 2
         for entry in self.ranks.values():
             empty = torch.zeros_like(entry.sums[BINS // 2 :])
@@ -176,7 +176,7 @@ class RunAggregate:
 
     def _merge_event(self, key: Any, event: tuple[float, int, int, int, float, str]) -> None:
         if (known := self.events.get(key)) is not None:
-            # The last failure, which is that of the last attempt; of other events the first.
+            # Of failures the last one, which is from the last attempt; of other events the first one.
             first = max(known, event) if key[0].startswith("failure") else min(known, event)
             event = (*first[:3], known[3] + event[3], max(known[4], event[4]), first[5])
         self.events[key] = event

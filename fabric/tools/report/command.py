@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write or print the report of a run and return the exit code: with --follow 1 where it failed.
+    """Write or print the report of a run and return the exit code: with --follow 1 if it failed.
 
     Raises:
         ConfigurationError: An option is wrong, or the directory has no files of a run.

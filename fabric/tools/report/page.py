@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_CELLS = 1024 * BINS
 """Cells of the heatmap; with more ranks its columns are wider."""
 _MOST_CURVES, _MOST_BARS = 24, 256
-"""Stacked areas of more ranks than that are drawn in half the time of bars."""
+"""Largest number of curves; most ranks that are drawn as bars, since areas need half the time."""
 _COLORS = ("#4c78a8", "#54a24b", "#72b7b2", "#e45756", "#b279a2", "#eeca3b", "#9d755d", "#9a9a9a")
 _CURVES = {"most": _COLORS[3], "least": _COLORS[1], "mean": _COLORS[0]}
 _CLEAR, _GRAY = "rgba(0,0,0,0)", "rgba(128,128,128,.25)"
@@ -122,7 +122,7 @@ def _heatmap(run: RunAggregate) -> dict[str, Any]:
 
 
 def _scale(grid: Tensor) -> dict[str, Any]:
-    """Return a scale of colors for all but the largest 1 %, which are red: neither is lost in the other."""
+    """Return a color scale in which the largest 1 % are red, so that outliers hide no other difference."""
     values = grid[~grid.isnan()].sort().values.tolist() or [0.0]
     bound = (values[len(values) * 99 // 100] - values[0]) / ((values[-1] - values[0]) or 1)
     if not 0 < bound < 0.8:
@@ -170,7 +170,7 @@ def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def _packed(values: Tensor) -> dict[str, Any]:
-    """Return numbers as plotly.js reads them from base64: 4 bytes each."""
+    """Return numbers as base64 for plotly.js: 4 bytes each."""
     values = values.float().contiguous()
     data = base64.b64encode(ctypes.string_at(values.data_ptr(), values.nbytes)).decode()
     return {"dtype": "f4", "bdata": data, "shape": ", ".join(map(str, values.shape))}

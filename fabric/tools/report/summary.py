@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 NAMES = (*KINDS, "other")
 _WAITS = [NAMES.index("communication"), NAMES.index("checkpoint")]
-"""Seconds in which a rank waits for others, or writes for all."""
+"""Kinds of seconds in which a rank waits for other ranks, or writes for all."""
 _SLOWER, _WINDOW, _LEAST = 1.15, 100, 20
-"""A straggler is so many times slower than the median for a window of steps; fewer steps say nothing."""
+"""Factor by which a straggler is slower than the median, window of steps, least number of steps."""
 _EVENT = ("kind", "time", "rank", "step", "count", "seconds", "text")
 _FACTS = ("script", "strategy", "precision", "accelerator", "parameters", "batch_size", "versions")
 
@@ -110,7 +110,7 @@ def _are_slow(sums: Tensor) -> Tensor:
 
 
 def busy_seconds(means: Tensor) -> Tensor:
-    """Return seconds per step outside of communication and saves, of what `per_step` returned."""
+    """Return seconds per step outside of communication and saves, from a result of `per_step`."""
     return means[..., 0] - means[..., [1 + index for index in _WAITS]].sum(-1)
 
 
@@ -125,7 +125,7 @@ def straggler_texts(rows: list[dict[str, Any]], most: int = 20) -> list[str]:
 
 
 def _curves(run: RunAggregate, ranks: Any, sums: Tensor, peaks: Tensor) -> dict[str, dict[str, list[Any]]]:
-    """Return by name what is drawn over steps: the bins' first steps, means, and most and least or rank."""
+    """Return curves over steps by name: first steps of the bins, means, and extremes or ranks."""
     used = sums[:, :, COUNT].sum(0).nonzero()[:, 0]
     first = (used * run.width).clamp(min=1).tolist()
     steps, peaks = sums[:, used, COUNT], peaks[:, used]
@@ -145,7 +145,7 @@ def _curves(run: RunAggregate, ranks: Any, sums: Tensor, peaks: Tensor) -> dict[
 
 
 def _failures(run: RunAggregate) -> list[str]:
-    """Return what ended ranks in their last attempt, the earliest first."""
+    """Return the failures of ranks in their last attempt, the earliest first."""
     found = []
     for (kind, _, _), (moment, rank, step, count, _, text) in run.events.items():
         if kind == "failure" and moment >= float(run.ranks[rank].start.get("time", 0.0)):

@@ -1,4 +1,4 @@
-"""A run as lines for a terminal: all of it, or a line a minute while it runs. Called by `command.py`."""
+"""A run as lines for a terminal: the whole run, or a line a minute while it runs. Called by `command.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def facts(summary: dict[str, Any]) -> list[str]:
-    """Return what a run is made of, its times, its rates and its largest numbers, a line each."""
+    """Return the strategy and sizes of a run, its times, rates and largest numbers, a line each."""
     names = [name for name in ("script", "strategy", "precision", "accelerator") if name in summary]
     made_of = [f"{name} {summary[name]}" for name in names]
     made_of += [f"{summary.get('parameters', 0):,} parameters"]
@@ -124,7 +124,7 @@ def _minute(run: RunAggregate, summary: dict[str, Any], before: dict[int, Tensor
 
 
 def _table(summary: dict[str, Any]) -> list[str]:
-    """Return the means of all ranks, and of each rank or of those with most seconds outside of waits."""
+    """Return the means over all ranks, and of each rank or the ranks with most seconds outside of waits."""
     names = [name for name in NAMES if name not in ("communication", "checkpoint")]
     slowest = sorted(summary["by_rank"], key=lambda row: -sum([row[name] for name in names]))[:_MOST_ROWS]
     rows = sorted(slowest, key=lambda row: row["rank"])
