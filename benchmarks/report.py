@@ -100,7 +100,7 @@ def hooks(folder: str) -> tuple[float, float, float]:
     part, path = Report(Path(folder), ""), Path(folder, f"hooks-{os.getpid()}.bin")
     part.recorder = recorder = StepRecorder(RankFile(path, ""), 0, {}, torch.device("cpu"))
     optimizer, nothing = Optimizer(), (lambda: None)
-    recorder.follow(optimizer)
+    recorder.set_step_optimizer(optimizer)
     stepped = next(wrap for _, name, wrap in calls.replacements() if name == "step")(Optimizer.step)
     kinds = (calls.BACKWARD, calls.VERBS, calls.COMMUNICATION, calls.COMMUNICATION)
     timed = [calls.TimedForward(nothing), *[calls.timed(kind, None, nothing) for kind in kinds]]

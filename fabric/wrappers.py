@@ -163,10 +163,10 @@ class _FabricModule(Module):
             self.module.train(mode, *args, **kwargs)
         else:
             self._forward_module.train(mode)
-        self._follow_mode()
+        self._copy_mode()
         return self
 
-    def _follow_mode(self) -> None:
+    def _copy_mode(self) -> None:
         """Set the mode of the user's module for the modules around it, too."""
         self.__dict__["training"] = self._forward_module.training = self.module.training
 
@@ -248,7 +248,7 @@ def _or_users(name: str) -> Callable[..., Any]:
         if original is None or getattr(type(original), name, plain) is plain:
             return plain(self, *args, **kwargs)
         result = getattr(original, name)(*args, **kwargs)
-        self._follow_mode()
+        self._copy_mode()
         return self if result is original else result
 
     call.__name__ = name

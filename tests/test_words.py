@@ -263,6 +263,16 @@ RENAMED = {
     "_mark": "_marker_of",
     "_as_here": "_to_local_names",
     "_some": "_first_three",
+    "_asked": "_stop_checked",
+    "_quiet": "_discard_output",
+    "check_opened": "check_directory",
+    "divided": "sharding_sequence",
+    "hold": "keep_locked",
+    "knows_its_rank": "shards_by_rank",
+    "Opened": "CheckedDirectory",
+    "retire": "remove_old",
+    "Seat": "RankAssignment",
+    "ungathered": "without_unshard",
 }
 OPENERS = re.compile(r"(That|What|Who|Whom|Whose|Of|As|Those|See|How|Where|When)\b")
 LONGEST_SENTENCE = 30  # words

@@ -18,7 +18,7 @@ from fabric.utilities.cloud_io import local_path, target_path
 
 try:
     import fcntl
-except ImportError:  # Windows: what is left there stays
+except ImportError:  # Windows: temporary paths of killed saves stay
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def temporary_path(path: Path, directory: bool) -> Path:
             part.mkdir(0o700)  # other users may neither write nor read before the rename
         else:
             part.touch(exist_ok=False)
-        hold(part)
+        keep_locked(part)
     return part
 
 
@@ -131,7 +131,7 @@ def _apply_modes(part: Path, path: Path) -> None:
                 copy_mode(path if path.is_file() else path / METADATA, file)
 
 
-def hold(path: Path) -> None:
+def keep_locked(path: Path) -> None:
     """Lock a file or directory until it is removed or committed, or the process ends."""
     _locks[path] = _lock(path)
 

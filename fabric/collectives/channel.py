@@ -136,14 +136,14 @@ class Channel:
         self,
         call: CallSignature,
         flats: list[Tensor],
-        room: Callable[[], Any] = tuple,
+        allocate: Callable[[], Any] = tuple,
         may: bool = True,
         op: Any = None,
     ) -> tuple[list[Tensor] | None, Any]:
         """Exchange small host tensors in the message of `check_call`: (world_size, numel) for each one, or
         (1, numel) if `op` was applied to them in the message.
 
-        None if they must be sent in a message of their own, with the buffers that `room()` allocates.
+        None if they must be sent in a message of their own, with the buffers that `allocate()` allocates.
         These are allocated before the call if possible: a rank out of memory must not block the others in
         the message after it.
         """
@@ -152,10 +152,10 @@ class Channel:
         if self.world_size == 1 and may:
             return [flat.view(1, -1).clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
-        made = None if fits else room()
+        made = None if fits else allocate()
         frames = self.check_call(call, flats if fits else (), op)
         if not fits or frames is None:
-            return None, room() if fits else made
+            return None, allocate() if fits else made
         tables = frames.columns(flats)
         if op == dist.ReduceOp.AVG and frames.count == 1:
             tables = [table.div_(self.world_size) for table in tables]

@@ -37,7 +37,7 @@ class BegunEpochs:
         data = _root(loader)
         return next((epoch for ref, epoch in self._next if ref() is data), 0)
 
-    def note(self, loader: Any, epoch: int) -> None:
+    def record(self, loader: Any, epoch: int) -> None:
         """Record that a loader begins an epoch of training."""
         self._restart()
         if not self._seen:

@@ -182,7 +182,7 @@ class _FabricDataLoader(Loader):
             if not adapter.per_rank:
                 sharded_iterations.add(iteration)
             if self._begun is not None:
-                self._begun.note(self._user_loader, epoch)
+                self._begun.record(self._user_loader, epoch)
         adapter.begin(epoch, saved)
         self._saved, self._iteration = None, iteration
         self._epoch += 1

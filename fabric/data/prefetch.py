@@ -66,7 +66,7 @@ class Prefetch:
             batch = self._move(batch, self._device)
         else:
             batch, position = prefetched
-            self._side.hand_over()
+            self._side.wait_stream()
         if self._prefetches:
             self._fetch_next()
             # Referenced until the side stream has waited for its reads: other code may use the same stream
@@ -88,7 +88,7 @@ class Prefetch:
                 self._batches = iter(())
                 return
             self._side = self._side or SideStream(self._device)
-            with self._side.ahead(), _outside_inference_mode():
+            with self._side.on_side_stream(), _outside_inference_mode():
                 self._next = self._move(pair[0], self._device), pair[1]
         except Exception as error:
             self._next = error
@@ -107,7 +107,7 @@ class SideStream:
         self._copied: Any = None
 
     @contextmanager
-    def ahead(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """Context whose work is issued on the side stream, concurrent with later work of the current one.
 
         The side stream first waits for earlier work. A copy may get the memory of a batch that the host has
@@ -120,8 +120,8 @@ class SideStream:
             yield
             self._copied = self._stream.record_event()
 
-    def hand_over(self) -> None:
-        """Make the current stream wait for the last work of `ahead`; the host does not wait."""
+    def wait_stream(self) -> None:
+        """Make the current stream wait for the last work of `on_side_stream`; the host does not wait."""
         self._current().wait_event(self._copied)
 
 

@@ -97,7 +97,7 @@ def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         *[(Fabric, name, partial(timed, CHECKPOINT, partial(_saved, kind))) for name, kind in _SAVES.items()],
         (Fabric, "backward", partial(timed, BACKWARD, None)),
         (Fabric, "log_dict", partial(timed, VERBS, _logged)),
-        (Fabric, "should_stop", partial(timed, VERBS, _asked)),
+        (Fabric, "should_stop", partial(timed, VERBS, _stop_checked)),
         (_FabricOptimizer, "step", partial(timed, OPTIMIZER, _stepped)),
         (_FabricDataLoader, "__iter__", _iterating),
         (warnings, "showwarning", _warning),
@@ -138,7 +138,7 @@ def _logged(
         recorder.event("log", values=numbers, logged_step=step)
 
 
-def _asked(recorder: Any, ok: bool, _: Any, seconds: float, fabric: Any) -> None:
+def _stop_checked(recorder: Any, ok: bool, _: Any, seconds: float, fabric: Any) -> None:
     if ok and fabric._stopper.reason is not None:
         recorder.event_once("signal", name=fabric._stopper.reason)
 

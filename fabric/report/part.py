@@ -117,7 +117,7 @@ class Report(Part):
             model.__dict__["forward"] = calls.TimedForward(model.__dict__["forward"])
             self.recorder.facts["parameters"] += sum([p.numel() for p in model.parameters()])
         for optimizer in optimizers:
-            self.recorder.follow(optimizer)
+            self.recorder.set_step_optimizer(optimizer)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Time a backward pass. The time after its last operation is a wait for gradients of other ranks."""

@@ -75,7 +75,7 @@ class StepRecorder:
         self.since = now
         return previous
 
-    def follow(self, optimizer: Any) -> None:
+    def set_step_optimizer(self, optimizer: Any) -> None:
         """Count a step of this optimizer as a step of the run, unless an earlier optimizer does."""
         if self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)

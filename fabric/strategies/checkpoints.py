@@ -230,10 +230,10 @@ class Checkpoints(Exchange):
         ours = type(storage).load_checkpoint is TorchCheckpointIO.load_checkpoint
         verify = getattr(storage, "verify", None)
         directory = sharded_at(found, only_ours=verify is None)
-        told = self._gather_all(
+        locations = self._gather_all(
             (self.topology.node_rank, str(local_path(found) or ""), directory is not None)
         )
-        with self._verified(told, doing) as ranges:
+        with self._verified(locations, doing) as ranges:
             if directory is not None and verify is not False:
                 ranges += use_slice("sharded directory").sealed(directory)
             elif directory is None and ours:
@@ -243,7 +243,7 @@ class Checkpoints(Exchange):
                 load = storage.load_verified if ours and local_path(found) else storage.load_checkpoint
                 tree = states.named(load(found, weights_only=weights_only), state)
         checkpoint: Any = None
-        if any([sharded for *_, sharded in told]):
+        if any([sharded for *_, sharded in locations]):
             with states.together(self, doing):
                 if directory is not None:
                     checkpoint = use_slice("sharded reader").Checkpoint(directory, weights_only is not False)
@@ -255,30 +255,30 @@ class Checkpoints(Exchange):
                 checkpoint.close()
 
     @contextmanager
-    def _verified(self, told: list[Any], doing: str) -> Iterator[list[Sealed]]:
+    def _verified(self, locations: list[Any], doing: str) -> Iterator[list[Sealed]]:
         """Verify the ranges of files that the context adds to the list. All ranks must call this.
 
         Ranks of one host that read the same files digest a part each, and all of them compare.
 
         Args:
-            told: Host and path of each rank.
+            locations: Host and path of each rank.
             doing: For errors.
 
         Raises:
-            DamagedCheckpointError: A file is not what was written: on all ranks that read it.
+            DamagedCheckpointError: A file was changed: on all ranks that read it.
         """
         from fabric.checkpoint import digest
         from fabric.checkpoint import state as states
 
         ranges: list[Sealed] = []
         here, rank = self.topology, self.topology.rank
-        same = [other for other, where in enumerate(told) if where == told[rank]]
+        same = [other for other, where in enumerate(locations) if where == locations[rank]]
         with states.together(self, doing):
             yield ranges
             own = digest.digest_share(ranges, same.index(rank), len(same), here.local_world_size)
             key = digest.identity(ranges)
         shares = [own]
-        if any([told.count(where) > 1 for where in told]):
+        if any([locations.count(where) > 1 for where in locations]):
             read = self._gather_all((key, own))
             shares = [read[other][1] for other in same]
             if any([read[other][0] != key for other in same]):  # replaced meanwhile

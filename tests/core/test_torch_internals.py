@@ -294,7 +294,7 @@ def _groups() -> None:
     assert context_parallel.groups_inside(model[0]) == []
     called: list[object] = []
     model[0].forward = lambda x: called.append(type(model[0].weight.data).__name__) or x  # type: ignore[assignment]
-    with context_parallel.ungathered(states) as dtype:
+    with context_parallel.without_unshard(states) as dtype:
         model[0](torch.ones(1, 2))
     model[0](torch.ones(1, 2))
     assert dtype is torch.bfloat16

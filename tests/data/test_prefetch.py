@@ -27,14 +27,14 @@ class Recorder:
         self.inside = False
 
     @contextmanager
-    def ahead(self):
+    def on_side_stream(self):
         self.inside = True
         try:
             yield
         finally:
             self.inside = False
 
-    def hand_over(self):
+    def wait_stream(self):
         self.log.append("hand over")
 
     def source(self, batches):
@@ -373,9 +373,9 @@ def test_the_memory_of_a_batch_is_kept_until_its_reads_are_waited_for():
     kept = []
 
     class Kept(Recorder):
-        def ahead(self):
+        def on_side_stream(self):
             kept.append([ref() is not None for ref in given])
-            return super().ahead()
+            return super().on_side_stream()
 
     given, recorder = [], Kept()
     for batch, _ in Prefetch(recorder.source(tensors(4)), CPU, recorder.move, side=recorder):

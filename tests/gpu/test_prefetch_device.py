@@ -51,7 +51,7 @@ def pinned_pairs(n):
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     """Memory in the allocator's cache, for both streams, and kernels loaded: neither may wait for a step."""
-    for context in (SideStream(DEVICE).ahead(), nullcontext()):
+    for context in (SideStream(DEVICE).on_side_stream(), nullcontext()):
         with context:
             blocks = [torch.ones(SIZE, device=DEVICE) for _ in range(16)]
             blocks[0].add_(1), blocks[0].sum(), blocks[0].mean()

@@ -131,13 +131,13 @@ def test_stages_of_a_pipeline_draw_different_numbers(ranks):
 
 def test_batches_are_copied_ahead_on_a_side_stream(monkeypatch):
     handed = []
-    hand_over = SideStream.hand_over
+    wait_stream = SideStream.wait_stream
 
     def noted(side):
         handed.append(side._stream)
-        hand_over(side)
+        wait_stream(side)
 
-    monkeypatch.setattr(SideStream, "hand_over", noted)
+    monkeypatch.setattr(SideStream, "wait_stream", noted)
     fabric = Fabric(accelerator="sim", devices=1)
     data = DataLoader(torch.arange(8.0), batch_size=2, num_workers=1, pin_memory=True)
     with HostSyncs() as waits:

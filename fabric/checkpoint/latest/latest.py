@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, by their step: save one more and retire the oldest, load the newest."""
+"""The checkpoints of a directory, by their step: save one more and remove the oldest, load the newest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OURS = re.compile(r"(step-\d+(?:\.pt)?)|\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.(pa
 def save_latest(
     strategy: Any, directory: PathLike, state: dict[str, Any], step: int, keep: int, wait: bool
 ) -> Path | str:
-    """Save a checkpoint of a step and retire older ones; documented in `Fabric.save_latest`."""
+    """Save a checkpoint of a step and remove older ones; documented in `Fabric.save_latest`."""
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
@@ -35,7 +35,7 @@ def save_latest(
     format, _ = choose_format(strategy, join_path(directory, name), None, None)
     name += ".pt" * (format == "full")
     path = join_path(directory, name)
-    then = partial(retire, strategy.checkpoint_io, directory, keep, name)
+    then = partial(remove_old, strategy.checkpoint_io, directory, keep, name)
     if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # with Lightning's signature
         strategy.save_checkpoint(path, state)
         with together(strategy, f"retiring checkpoints of {directory}"):
@@ -90,7 +90,7 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-").removesuffix(".pt"))
 
 
-def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
+def remove_old(io: Any, directory: PathLike, keep: int, new: str) -> None:
     """Remove all checkpoints but `new` and the newest others, and temporary files of killed saves.
 
     `new` is kept whatever its step, since later ones may be damaged. Others of the same step are removed.

@@ -114,7 +114,7 @@ def tagged(directory: Path) -> Path:
     return folder
 
 
-class Opened(dict[str, Any]):
+class CheckedDirectory(dict[str, Any]):
     """A DeepSpeed directory that was checked; only DeepSpeed's engine can read it."""
 
     def __init__(self, directory: Path) -> None:
@@ -122,7 +122,7 @@ class Opened(dict[str, Any]):
         self.directory = directory
 
 
-def check_opened(strategy: Any, directory: Path) -> Opened:
+def check_directory(strategy: Any, directory: Path) -> CheckedDirectory:
     """Check a directory before anything is loaded from it. All ranks must call this.
 
     Raises:
@@ -138,7 +138,7 @@ def check_opened(strategy: Any, directory: Path) -> Opened:
             "directories on as many ranks as wrote them. Save with format='full' or 'sharded', or make a "
             "file of the model for fabric.load_raw: python -m fabric.integrations.deepspeed DIRECTORY FILE"
         )
-    return Opened(directory)
+    return CheckedDirectory(directory)
 
 
 def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, Any]:

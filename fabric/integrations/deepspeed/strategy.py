@@ -376,7 +376,7 @@ class DeepSpeedStrategy(DDPStrategy):
         self.finish_save()
         self.check_barrier("load", "deepspeed")
         with states.together(self, f"loading {path}"):
-            tree = checkpoints.check_opened(self, directory)
+            tree = checkpoints.check_directory(self, directory)
         yield tree
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
@@ -384,6 +384,6 @@ class DeepSpeedStrategy(DDPStrategy):
 
         `strict`: as for `Fabric.load`.
         """
-        if isinstance(tree, checkpoints.Opened):
+        if isinstance(tree, checkpoints.CheckedDirectory):
             return checkpoints.load(self, tree.directory, state, strict)
         return super().restore(tree, state, strict)

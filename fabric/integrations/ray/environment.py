@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.extras import import_package
-from fabric.integrations.ray.seat import Seat
+from fabric.integrations.ray.rank_assignment import RankAssignment
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RayEnvironment(ClusterEnvironment):
         self.cpus, self.gpus, self.resources, self.placement = cpus, gpus, resources or {}, placement
         self.min_workers, self.max_failures = min_workers, max_failures
         self.startup_seconds, self.init = startup_seconds, init or {}
-        self._seat = Seat(0, 1, 0, 1, 0, 1, "", 0)
+        self._assignment = RankAssignment(0, 1, 0, 1, 0, 1, "", 0)
 
     def make_launcher(self, strategy: Any) -> Launcher | None:
         """Return the launcher of the actors, the ranks of `strategy`."""
@@ -66,9 +66,9 @@ class RayEnvironment(ClusterEnvironment):
 
         return RayLauncher(self, strategy)
 
-    def sit(self, seat: Seat) -> None:
-        """Set rank, sizes and store address to those of `seat`; called in the actor."""
-        self._seat = seat
+    def assign(self, assignment: RankAssignment) -> None:
+        """Set rank, sizes and store address to those of `assignment`; called in the actor."""
+        self._assignment = assignment
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -78,12 +78,12 @@ class RayEnvironment(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """The address of rank zero's node."""
-        return self._seat.address
+        return self._assignment.address
 
     @property
     def main_port(self) -> int:
         """The port on which rank zero listens already."""
-        return self._seat.port
+        return self._assignment.port
 
     @staticmethod
     def detect() -> bool:
@@ -92,30 +92,30 @@ class RayEnvironment(ClusterEnvironment):
 
     def world_size(self) -> int:
         """Number of actors."""
-        return self._seat.world_size
+        return self._assignment.world_size
 
     def set_world_size(self, size: int) -> None:
         """Ignore `size`: the launcher sets it."""
 
     def global_rank(self) -> int:
         """Index of this actor."""
-        return self._seat.rank
+        return self._assignment.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Ignore `rank`: the launcher sets it."""
 
     def local_rank(self) -> int:
         """Index of this actor on its node."""
-        return self._seat.local_rank
+        return self._assignment.local_rank
 
     def node_rank(self) -> int:
         """Index of this actor's node."""
-        return self._seat.node_rank
+        return self._assignment.node_rank
 
     def local_world_size(self) -> int | None:
         """Number of actors on this node."""
-        return self._seat.local_size
+        return self._assignment.local_size
 
     def num_nodes(self) -> int | None:
         """Number of nodes with an actor."""
-        return self._seat.nodes
+        return self._assignment.nodes

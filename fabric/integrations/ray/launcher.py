@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fabric.core.errors import LaunchError, RankError
-from fabric.integrations.ray.seat import Seat
+from fabric.integrations.ray.rank_assignment import RankAssignment
 from fabric.launch.launcher import Launcher
 from fabric.launch.stores import reserve_port
 
@@ -35,16 +35,20 @@ class RankActor:
         """Reserve and return the port for the store of all ranks."""
         return reserve_port(address, 0, all_interfaces=True)
 
-    def run(self, seat: Seat, call: tuple[Any, Callable[..., Any], Any, Any]) -> Any:
-        """Set up the environment for `seat`, and run the function, whose Fabric has this strategy."""
+    def run(self, assignment: RankAssignment, call: tuple[Any, Callable[..., Any], Any, Any]) -> Any:
+        """Set up the environment for `assignment`, and run the function, whose Fabric has this strategy."""
         strategy, function, args, kwargs = call
-        variables = {"RANK": seat.rank, "WORLD_SIZE": seat.world_size, "LOCAL_RANK": seat.local_rank}
+        variables = {
+            "RANK": assignment.rank,
+            "WORLD_SIZE": assignment.world_size,
+            "LOCAL_RANK": assignment.local_rank,
+        }
         os.environ.update({name: str(value) for name, value in variables.items()})
-        strategy.cluster_environment.sit(seat)
-        strategy.num_nodes = seat.nodes
-        strategy.parallel_devices = [strategy.parallel_devices[0]] * seat.local_size
+        strategy.cluster_environment.assign(assignment)
+        strategy.num_nodes = assignment.nodes
+        strategy.parallel_devices = [strategy.parallel_devices[0]] * assignment.local_size
         result = function(*args, **kwargs)
-        return result if seat.rank == 0 else None
+        return result if assignment.rank == 0 else None
 
 
 class RayLauncher(Launcher):
@@ -131,11 +135,11 @@ class RayLauncher(Launcher):
             call = ray.put((self.strategy, function, args, kwargs))  # in one pickle: they may share objects
             order = list(dict.fromkeys(nodes))
             for rank, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
-                seat = Seat(
+                assignment = RankAssignment(
                     rank, len(actors), nodes[:rank].count(node), nodes.count(node),
                     order.index(node), len(order), address, port,
                 )  # fmt: skip
-                ranks[actor.run.remote(seat, call)] = rank
+                ranks[actor.run.remote(assignment, call)] = rank
             waiting = list(ranks)
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1)

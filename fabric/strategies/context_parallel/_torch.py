@@ -23,7 +23,7 @@ def groups_inside(module: Any) -> list[Any]:
 
 
 @contextmanager
-def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
+def without_unshard(states: list[Any]) -> Iterator[torch.dtype | None]:
     """Context in which calls of modules with these states unshard and reshard no parameters.
 
     Yields the compute dtype of parameters, or None for their own. torch treats the calls as part of a

@@ -47,7 +47,7 @@ def recording_grad_mode() -> Iterator[None]:
 
 
 @contextmanager
-def divided(exchange: SequenceExchange) -> Iterator[None]:
+def sharding_sequence(exchange: SequenceExchange) -> Iterator[None]:
     """Context in which modules compute this rank's shard, and torch's attention uses the full sequence."""
     with viewing(exchange.part), _Attention(exchange):
         yield

@@ -14,7 +14,7 @@ import torch
 from fabric.core._torch import backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
-from fabric.strategies.context_parallel.attention import divided, recording_grad_mode
+from fabric.strategies.context_parallel.attention import recording_grad_mode, sharding_sequence
 from fabric.strategies.context_parallel.call import ShardedCall
 from fabric.strategies.context_parallel.exchange import SequenceExchange
 from fabric.strategies.context_parallel.sequence import SequenceGroup, SequenceShard, current_shard
@@ -79,7 +79,7 @@ class Region:
         self.group.shard_sizes.add(exchange.part.size)
         local_args, local_kwargs = sharded.shard_arguments(exchange)
         self.random = self.random or RandomStream(rank, channel.transport.device)
-        with self.random(), divided(exchange):
+        with self.random(), sharding_sequence(exchange):
             output = call(*local_args, **local_kwargs)
             self.random.update_drawn()
         self.random.advance()
@@ -104,7 +104,7 @@ class Region:
             )
         if part is None or part.size not in sizes:
             return call(*args, **kwargs)
-        with divided(SequenceExchange(channel, part)):
+        with sharding_sequence(SequenceExchange(channel, part)):
             return call(*args, **kwargs)
 
     def _record_forward(self, part: SequenceShard | None) -> None:

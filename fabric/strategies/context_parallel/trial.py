@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
 from fabric.core.tree import flatten
-from fabric.strategies.context_parallel._torch import groups_inside, ungathered
-from fabric.strategies.context_parallel.attention import divided
+from fabric.strategies.context_parallel._torch import groups_inside, without_unshard
+from fabric.strategies.context_parallel.attention import sharding_sequence
 from fabric.strategies.context_parallel.call import noise
 from fabric.strategies.context_parallel.exchange import SequenceExchange
 from fabric.strategies.context_parallel.sequence import SequenceShard, viewing
@@ -63,7 +63,7 @@ def try_shards(module: Module, call: ShardedCall, channel: Channel, rank: int, n
     count = channel.world_size
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
     states = groups_inside(module)  # unsharding them needs ranks that may make no trial now
-    with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
+    with torch.no_grad(), _uncompiled(), without_unshard(states) as dtype:
         mode = Trial(module, channel.transport.device, dtype)
         try:
             small = call.subsample(short, stir=True)
@@ -154,7 +154,7 @@ def _run(
                 output = module.forward(*call.whole[0], **call.whole[1])
         else:
             args, kwargs = call.shard_arguments(exchange)
-            with divided(exchange), mode:
+            with sharding_sequence(exchange), mode:
                 output = module.forward(*args, **kwargs)
             output = call.join(output, exchange)
         kept: dict[str, Any] = {"": output}

@@ -75,7 +75,7 @@ class ForwardCheck:
             self._layout.channel.check_barrier(verb, mode)
         return not inner
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         """Add a call to the checksum that a step compares."""
         self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 

@@ -128,7 +128,7 @@ class FSDPCallGuard:
             )
         if not self._in_backward:
             self._in_backward = True
-            self.checks.note("backward")
+            self.checks.record("backward")
         self._reached = True
         self.restore_unsharded()
 
@@ -250,7 +250,7 @@ class FSDPCallGuard:
         if not (self.running or in_forward(self.state)):
             self.begin()
         if torch.is_grad_enabled() and backward_pass() == -1:
-            self.checks.note(name)
+            self.checks.record(name)
         if self.checks.enter(module, name):
             self.allocate_outside_inference()
 

@@ -47,7 +47,7 @@ class Peak(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts storages while `counting`: those that operations allocate, and those passed to `hold`.
+    """Counts storages while `counting`: those that operations allocate, and those passed to `count_tensors`.
 
     `block` is the name of the repeated module whose forward runs, "" outside of all.
     """
@@ -79,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
         register_optimizer_step_post_hook(self._step_ends)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it allocates."""
+        """Run an operation and count its allocations."""
         if any([issubclass(kind, DTensor) for kind in types]):
             return NotImplemented  # DTensor's operations on its parts are dispatched here again
         result = func(*args, **(kwargs or {}))
@@ -99,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._count(leaf)
         return result
 
-    def hold(self, tensors: Iterable[Any], kind: str) -> None:
+    def count_tensors(self, tensors: Iterable[Any], kind: str) -> None:
         """Count tensors that are not counted yet, as of this kind; of DTensors this rank's shard."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
@@ -118,7 +118,7 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self.counting = before
 
-    def leave(self, output: Any) -> None:
+    def end_block(self, output: Any) -> None:
         """End the forward of a block, whose output stays allocated with activation checkpointing."""
         self.block = ""
         for leaf in tree_leaves(output):
@@ -196,8 +196,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping += 1
-        self.hold([p.grad for group in optimizer.param_groups for p in group["params"]], "gradients")
+        self.count_tensors([p.grad for group in optimizer.param_groups for p in group["params"]], "gradients")
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1
-        self.hold([value for state in optimizer.state.values() for value in state.values()], "optimizer")
+        self.count_tensors(
+            [value for state in optimizer.state.values() for value in state.values()], "optimizer"
+        )

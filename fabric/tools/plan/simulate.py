@@ -153,7 +153,7 @@ def _fork(case: Case, loop: Callable[[], Any]) -> tuple[int, int]:
     if child == 0:
         os.close(reads)
         try:
-            _quiet()
+            _discard_output()
             Run(case, writes).train(loop)
         finally:
             os._exit(1)
@@ -173,7 +173,7 @@ def _result(child: int, reads: int) -> CaseResult:
     )
 
 
-def _quiet() -> None:
+def _discard_output() -> None:
     """Discard output of the script, which would be printed once for each case."""
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 1)
@@ -301,7 +301,7 @@ class Run:
         for name in ("forward", "pipeline_step"):  # a pipeline calls blocks of a model, and not the model
             if (run := getattr(module, name, None)) is not None:
                 module.__dict__[name] = partial(self._called, run)
-        self.tracker.hold([*plain.parameters(), *plain.buffers()], "parameters")
+        self.tracker.count_tensors([*plain.parameters(), *plain.buffers()], "parameters")
         classes = Counter(
             type(part)
             for parent in plain.modules()
@@ -328,7 +328,7 @@ class Run:
         if self.fake is not None:
             batch = map_tree(self.fake.of, batch)
         self._begin()
-        self.tracker.hold(flatten(batch)[0], "activations")
+        self.tracker.count_tensors(flatten(batch)[0], "activations")
         return batch
 
     def _look(self) -> None:
@@ -352,7 +352,7 @@ class Run:
 
     def _forward_ends(self, module: Any, _: Any, output: Any) -> None:
         if module in self.blocks:
-            self.tracker.leave(output)
+            self.tracker.end_block(output)
 
     def _called(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._look()

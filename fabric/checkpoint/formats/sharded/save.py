@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint import state as states
-from fabric.checkpoint.atomic_write import commit_path, hold, is_locked, is_safetensors, named, remove
+from fabric.checkpoint.atomic_write import commit_path, is_locked, is_safetensors, keep_locked, named, remove
 from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.collectives.reduce import reduce_tree
@@ -102,7 +102,7 @@ def save_sharded(
                 writer.copy()
             marker = _marker_of(directory, rank)
             marker.write_text(socket.gethostname())
-            hold(marker)
+            keep_locked(marker)
     except BaseException:
         for left in (marker, part):
             if left is not None:

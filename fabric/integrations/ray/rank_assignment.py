@@ -1,4 +1,4 @@
-"""`Seat`: rank, sizes and store address of an actor."""
+"""`RankAssignment`: rank, sizes and store address of an actor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankAssignment:
     """Rank, sizes and store address of an actor, assigned by the launcher after the actors were placed."""
 
     rank: int
