@@ -1,7 +1,7 @@
 """Forward plans with hooks on their outputs, which run when a backward reaches them.
 
-A hook raises where a plain backward would be wrong, or notifies a layout that synchronises after it. What
-precisions add to a forward: strategies/precise_forward.py.
+A hook raises if a plain backward would be wrong, or notifies a layout that synchronises after it. Casts and
+autocast of a precision: strategies/precise_forward.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of `Fabric` as the user wrote them."""
+    """Unresolved arguments of `Fabric`."""
 
     accelerator: Any = "auto"
     strategy: Any = "auto"
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about this machine and process, independent of what the user wrote."""
+    """Facts about this machine and process, independent of the arguments."""
 
     environment: ClusterEnvironment
     """The detected launcher of this process."""
@@ -53,7 +53,7 @@ class Machine:
     interactive: bool = False
     """Whether this is a notebook or a prompt, so that no script can be run again."""
     reason: str = ""
-    """Why this environment was chosen."""
+    """The reason for the choice of this environment."""
     forced: str | None = None
     """FABRIC_ENVIRONMENT, if it chose the environment."""
 
@@ -203,7 +203,7 @@ def choose_environment(
 def choose_accelerator(choice: Any, strategy: Strategy, elsewhere: bool) -> Accelerator:
     """Return the accelerator that was passed, or one for the name; "auto" fits the strategy.
 
-    `elsewhere`: whether ranks run on machines that this process does not see.
+    `elsewhere`: whether ranks run on other machines than this process.
     """
     automatic = isinstance(choice, str) and choice == "auto"
     sources = _sources(None, strategy, "accelerator")
@@ -266,7 +266,7 @@ def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> in
 
 
 def count_remote_devices(devices: Any, environment: ClusterEnvironment) -> int:
-    """Return the number of devices that `devices=` requests on machines that this process does not see.
+    """Return the number of devices that `devices=` requests on other machines than that of this process.
 
     Raises:
         ConfigurationError: Not a number of devices.
@@ -382,7 +382,7 @@ def _is_auto(devices: Any) -> bool:
 
 
 def _sources(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
-    """Return what `plugins=` and the strategy's constructor have for argument `name`, by source."""
+    """Return the values of argument `name` in `plugins=` and in the strategy's constructor, by source."""
     of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.arguments[name]
     return {
         f"plugins={type(plugin).__name__}": plugin,

@@ -362,7 +362,7 @@ class CollectiveVerbs(RankFacts):
         from fabric.utilities.apply_func import convert_tensors_to_scalars
 
         values: dict[str, Any] = convert_tensors_to_scalars(metrics)
-        if not (self._loggers or sync_dist or computed):  # else the returned value may be what is wanted
+        if not (self._loggers or sync_dist or computed):  # else the loop may use the returned value only
             warn_of_no_logger()
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)

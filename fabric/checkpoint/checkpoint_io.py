@@ -34,7 +34,7 @@ class CheckpointIO(ABC):
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote to `path`.
+        """Return the dictionary that `save_checkpoint` wrote to `path`.
 
         Args:
             path: File or URL.

@@ -85,7 +85,7 @@ def check_shape(tree: Any, path: PathLike) -> None:
 
 
 def check_tags(tree: Any, path: PathLike) -> None:
-    """Raise DamagedCheckpointError if a path or numpy value in `tree` is not what `to_portable` makes."""
+    """Raise DamagedCheckpointError if a path or numpy value in `tree` has no form of `to_portable`."""
     if type(tree) in PLAIN_DICTS and TAG in tree:
         tag, value = tree[TAG], tree.get("value")
         array = isinstance(value, torch.Tensor) and _DTYPE.fullmatch(str(tree.get("dtype"))[:20])

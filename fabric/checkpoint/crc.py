@@ -2,7 +2,7 @@
 
 Modulo the polynomial of CRC-32, x^91639 = x^41678 + 1. Squared six times, the equation is one of 64-bit
 words: a word can be left out if it is added (XOR) to the words 49,961 and 91,639 places behind it. zlib
-digests what remains, the last 91,639 words. The values are those of `zlib.crc32`: files are the same.
+digests the remaining last 91,639 words. The values are those of `zlib.crc32`: files are the same.
 
 Source: Russell, "Chorba: A novel CRC32 implementation" (arXiv:2412.16398).
 """

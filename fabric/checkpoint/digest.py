@@ -108,7 +108,7 @@ class DigestWriter:
 
 
 def write_all(file: Any, data: Any) -> None:
-    """Write all of `data` to a file that may take a part at a time (2 GiB is what Linux takes at once).
+    """Write all of `data` to a file that may accept a part at a time (Linux accepts up to 2 GiB).
 
     On Linux the kernel starts the write-back at once, so that the final flush is shorter.
     """

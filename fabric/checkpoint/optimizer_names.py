@@ -34,7 +34,7 @@ def known_names(state: Any, others: Iterable[Module]) -> Known:
     """Return each parameter's names, and the keys in `state` of their modules; None: a module of `others`.
 
     A tied parameter has several names. Submodules of another module are ignored: a name must not depend on
-    what else is saved.
+    other entries of `state`.
     """
     places: dict[Module, str | None] = {}
     for place, module in [*_modules(state, ""), *[(None, module) for module in others]]:

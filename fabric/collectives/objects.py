@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _TAIL = struct.Struct("<qqq32s")
 """End of a message: offset of the tensors' metadata, offset of their bytes, whether the message has these
-bytes, and the signature of what is unpickled.
+bytes, and the signature of the pickled parts.
 """
 _FORGED = (
     "A message with an object is not signed with the secret of this job, and was not read. It is from "

@@ -25,7 +25,7 @@ HEADER = struct.Struct("<q16s16sq")
 CALL_BYTES, KEY_BYTES = 24, 40
 """Bytes of the header that must be equal on all ranks: number and digest; these with the facts."""
 GROUPED_BYTES = 4 << 20
-"""Most bytes of different rows in one message. It bounds what a rank sends in a large group."""
+"""Most bytes of different rows in one message, which bounds the messages in a large group."""
 _EXACT = {dist.ReduceOp.MIN, dist.ReduceOp.MAX}
 
 

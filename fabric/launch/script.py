@@ -105,8 +105,8 @@ def original_command() -> tuple[list[str], str | None]:
 
 
 def _coverage(original: list[str]) -> list[str]:
-    """Return the arguments before the script by which the other ranks are measured, too, where `coverage run`
-    measures this one: into files of their own. Else nothing.
+    """Return arguments before the script that make `coverage run` measure other ranks, if it measures this
+    one; else []. Each rank writes its own file.
     """
     coverage = sys.modules.get("coverage")
     if coverage is None or coverage.Coverage.current() is None or "run" not in original:

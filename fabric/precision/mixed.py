@@ -82,12 +82,12 @@ class MixedPrecision(Precision):
 
     @property
     def needs_backward(self) -> bool:
-        """True with a scaler, or where a subclass changes the backward pass."""
+        """True with a scaler, or if a subclass changes the backward pass."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, *PASSES)
 
     @property
     def needs_step(self) -> bool:
-        """True with a scaler, or where a subclass changes the step."""
+        """True with a scaler, or if a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
     def added(self, model: Any, optimizers: Iterable[Optimizer], **_: Any) -> None:

@@ -121,7 +121,7 @@ class Precision(Part):
         """Run after the backward pass. Arguments as for `pre_backward`."""
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step `optimizer`, and return what its `step` returns; `kwargs` are the user's (a `closure`)."""
+        """Step `optimizer`, and return the result of its `step`; `kwargs` are the user's (a `closure`)."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Parameter]:

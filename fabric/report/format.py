@@ -69,7 +69,7 @@ def read(path: PathLike) -> list[bytes | dict[str, Any]]:
 def read_from(path: PathLike, start: int) -> tuple[list[bytes | dict[str, Any]], int]:
     """Return the records after byte `start`, and the byte after the last complete one.
 
-    A later call with that byte returns what was appended in between. 0 is the begin of the file.
+    A later call with that byte returns the records that were appended in between. 0 is the begin of the file.
 
     Raises:
         UsageError: As for `read`.

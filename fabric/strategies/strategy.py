@@ -428,7 +428,7 @@ class Strategy(Checkpoints):
         return total
 
     def _decide_backward(self) -> None:
-        """Decide what forward and backward call. With `plain_backward` it is `loss.backward()` alone."""
+        """Decide which functions forward and backward call; with `plain_backward` only `loss.backward()`."""
         self._precision_converts = overridden(type(self._precision), Precision, *CONVERSIONS)
         self._precision_backward = self._precision.needs_backward
         kind, layout = type(self), type(self.layout)

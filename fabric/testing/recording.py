@@ -137,11 +137,11 @@ class RecordedFabric(Fabric):
         return super().save_latest(_scratch(directory), *args, **kwargs)
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load what this run saved under the path, else what is there."""
+        """Load the checkpoint of this run for the path, else the existing file."""
         return super().load(RECORDER.path_of(path), *args, **kwargs)
 
     def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Load what this run saved under the path, else what is there."""
+        """Load the checkpoint of this run for the path, else the existing file."""
         super().load_raw(RECORDER.path_of(path), *args, **kwargs)
 
     def load_latest(self, directory: Any, *args: Any, **kwargs: Any) -> Any:

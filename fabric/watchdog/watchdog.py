@@ -270,7 +270,7 @@ class Watchdog:
         return status._replace(started=started, pending=pending) if pending else status
 
     def _exit_if_deadlocked(self, status: RankStatus) -> None:
-        """End this process if it is deadlocked where it cannot raise, and no exit of another rank helps."""
+        """End this process if it is deadlocked in code that cannot raise, and no other rank exits."""
         verdict, now = self._detector.fatal_error, time.monotonic()
         if verdict is None or not status.pending:
             self._deadlocked_since = None

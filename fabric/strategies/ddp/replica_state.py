@@ -1,4 +1,4 @@
-"""`ReplicaState`: what the layout of DDP records of one replica."""
+"""`ReplicaState`: the record of one replica in the layout of DDP."""
 
 from __future__ import annotations
 

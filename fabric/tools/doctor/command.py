@@ -29,7 +29,7 @@ LIMIT_S = 300.0
 
 
 def doctor(options: argparse.Namespace, count_processes: Callable[[str, str], int]) -> int:
-    """Run the checks and return the exit code: 1 where one is FAIL.
+    """Run the checks and return the exit code: 1 if one is FAIL.
 
     Raises:
         ConfigurationError: An option is wrong.

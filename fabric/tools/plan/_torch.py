@@ -57,7 +57,7 @@ def around_propagation(context: Any) -> None:
 
 def behave_as_accelerator() -> Any:
     """Patch torch for the rest of this process: on the CPU, optimizers choose the implementation that they
-    choose on accelerators (foreach), and autocast the dtypes. Returns what must be kept alive.
+    choose on accelerators (foreach), and autocast the dtypes. Returns objects that must be kept alive.
     """
     known = _foreach_utils._get_foreach_kernels_supported_devices
 

@@ -1,4 +1,4 @@
-"""Real ranks of a job on this machine: a gloo group that counts what this rank sends.
+"""Real ranks of a job on this machine: a gloo group that counts the bytes that this rank sends.
 
 Used by `fabric plan` for pipelines, whose ranks do different work and send each other shapes.
 """

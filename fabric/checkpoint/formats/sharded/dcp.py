@@ -138,7 +138,7 @@ class ShardWriter:
         return [lengths, digests.get(name)]
 
     def finish(self, directory: Path, written: list[Any], facts: Any) -> None:
-        """On rank zero: write the metadata and the manifest, from what `write` returned on each rank."""
+        """On rank zero: write metadata and manifest; `written`: the result of `write` on each rank."""
         places: dict[Any, Any] = {}
         files: dict[str, Any] = {}
         for rank, (lengths, digest) in enumerate(written):

@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         Raises:
             UsageError: No description contains this name.
         """
-        module = module.removesuffix("._local")  # where Python 3.13, and no other, has its paths
+        module = module.removesuffix("._local")  # the module of paths in Python 3.13 only
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if module == "pathlib" and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):

@@ -48,7 +48,7 @@ def chunks_to_write(
 ) -> list[tuple[Chunk, Any]]:
     """Return the chunks that this rank writes, with their local values. No communication.
 
-    A DTensor is written by the mesh of its owner, where replicas of a shard share the tensors out by size.
+    A DTensor is written by the mesh of its owner. Replicas of a shard divide the tensors by size.
     Other values are written by their owner.
 
     Args:
