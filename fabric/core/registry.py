@@ -56,8 +56,14 @@ class Registry:
         override: bool = False,
         **defaults: Any,
     ) -> None:
-        """Add a name. `factory` creates the object, or is its "module:name"; `defaults` are its keyword
-        arguments, `description` is one line of text.
+        """Add a name.
+
+        Args:
+            name: The name that users write.
+            factory: Class or function that creates the object, or its path, "module:name".
+            description: One line of text.
+            override: Whether to replace an existing entry.
+            defaults: Keyword arguments of the factory.
 
         Raises:
             ConfigurationError: The name is taken and `override` is False.
@@ -89,7 +95,7 @@ class Registry:
         return self._entries[name]
 
     def remove(self, name: str) -> None:
-        """Remove a name.
+        """Remove the entry of `name`.
 
         Raises:
             ConfigurationError: As for `get`.

@@ -42,7 +42,7 @@ class Progress(Generic[T]):
         self._show = show
 
     def set_postfix(self, **values: Any) -> None:
-        """Set the values after the bar, from its next refresh: numbers, one-element tensors, text by name.
+        """Show `values` after the bar, from its next refresh: numbers, one-element tensors, text by name.
 
         A tensor is read when the bar is refreshed, at most ten times per second, so steps do not wait for
         the device.

@@ -40,6 +40,11 @@ class PendingSave:
 
     Its error is raised by `wait()`, or else by the next save or load; a process that ends without any of
     them waits for the file, prints the error, and ends with exit code 1.
+
+    Args:
+        strategy: The strategy that saves.
+        path: File or directory of the checkpoint, for errors.
+        write: Writes the copy of the state; None: this rank writes nothing.
     """
 
     def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None) -> None:

@@ -70,7 +70,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Rows by strategy and precision, and the recommendation. `str(plan)` is the table."""
+    """Rows by strategy and precision, and the recommendation. `str(plan)` is the table.
+
+    Args:
+        request: The options of the plan.
+        rows: One row for each strategy and precision, with the error if it could not run.
+        own_precision: The precision in the script, for example "32-true".
+    """
 
     request: PlanRequest
     rows: list[PlanRow]
