@@ -82,7 +82,7 @@ def by_name(
     Without names in the file or the optimizer, states are matched by number. The result has no names.
 
     Args:
-        saved: As torch writes it, or `with_names`.
+        saved: A state of torch, or a result of `with_names`.
         optimizer: The optimizer that will load it.
         known: A result of `known_names`.
         strict: False: states without a parameter are dropped, with a warning, and groups with other

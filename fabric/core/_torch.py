@@ -82,7 +82,7 @@ def node_number(node: Any) -> int:
 
 
 UNUSED = "not have been used in the graph"
-"""In torch's error of `torch.autograd.grad` for inputs that have no gradient."""
+"""Part of the error of `torch.autograd.grad` for inputs without a gradient."""
 
 
 def after_grads(call: Callable[[tuple[Any, ...], tuple[Any, ...]], None]) -> None:

@@ -2,8 +2,8 @@
 
 A round on these sockets takes some 40 us, gloo's all_gather 300 (benchmarks/results/2026-11-25-frames.md). A
 small group is a star around its first rank. In a larger one inner ranks merge the messages of their subtree
-(`_merge`), and forward the result to it. A rank that exits closes its connections. Its neighbours notice it
-when they wait, and forward which rank was lost.
+(`_merge`), and forward the result to it. A rank that exits closes its connections. Its neighbours detect
+this when they wait, and forward the number of the lost rank.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     _Statuses = dict[int, "RankStatus"]
 
 EXITED, SILENT = "exited", "no answer"
-"""In the place of a verb, in the status of a rank."""
+"""Texts in place of a verb, in the status of a rank."""
 _VERDICT = "verdict"
 """Key in the store of the error of all ranks."""
 _LONGEST_DELAY_S = 4.0

@@ -32,8 +32,8 @@ def prefix_store(
     """Return the TCPStore at this address with a new, empty prefix; the first call opens the store.
 
     Args:
-        address: Of the host.
-        port: Of the host.
+        address: Address of the host.
+        port: Port of the host.
         host: Whether this process hosts it; implied if it listens already (`reserve_port`).
         timeout: Limit for connecting to the host; also the default of each later wait.
         listen_fd: A listening socket that this process inherited (host only).

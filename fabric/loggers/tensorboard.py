@@ -33,7 +33,7 @@ class TensorBoardLogger(DirectoryLogger):
             TensorBoard shows no settings otherwise.
         prefix: Prefix of every name, with a "-".
         sub_dir: Directory within the run; `~` and variables are expanded.
-        kwargs: For `torch.utils.tensorboard.SummaryWriter`.
+        kwargs: Keyword arguments of `torch.utils.tensorboard.SummaryWriter`.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -89,7 +89,7 @@ class TensorBoardLogger(DirectoryLogger):
         Args:
             params: Nested dicts become names like `optimizer/lr`; values other than numbers and
                 strings become text.
-            metrics: By name; a number means `hp_metric`.
+            metrics: Numbers by name; a single number means `hp_metric`.
             step: Position of the metrics on the x axis.
         """
         if metrics is None:

@@ -27,7 +27,7 @@ class WandbLogger(RunLogger):
         offline: Store the run on disk; `wandb sync` uploads it. None: WANDB_MODE, else online.
         project: The project, a group of runs; None: WANDB_PROJECT.
         prefix: Prefix of every metric's name, with a "-".
-        kwargs: For `wandb.init`.
+        kwargs: Keyword arguments of `wandb.init`.
 
     Raises:
         MissingExtraError: wandb is not installed.

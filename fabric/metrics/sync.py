@@ -68,8 +68,8 @@ def compute_metrics(metrics: Any, channel: Channel, model_parallel_size: int = 1
     the list. Ranks that never updated a metric are left out; if only one rank did, its states are used
     unchanged. The metric's synchronisation settings are ignored.
 
-    Of a model-parallel group, only the last rank that updated a metric counts. So the data count once,
-    whether each of its ranks has seen them or only one (the last stage of a pipeline).
+    In a model-parallel group only the last rank that updated a metric counts. So the data count once, also if
+    several of its ranks updated the metric with them.
 
     Args:
         metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any nesting

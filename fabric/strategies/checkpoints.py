@@ -84,7 +84,7 @@ class Checkpoints(Exchange):
         Args:
             path: Destination.
             state: As in `Fabric.save`.
-            storage_options: For the checkpoint IO.
+            storage_options: Passed to the checkpoint IO.
             filter: As in `Fabric.save`.
             format: "full" or "sharded"; None: `state_dict_type`.
             wait: False: write a copy in the background.
@@ -262,7 +262,7 @@ class Checkpoints(Exchange):
 
         Args:
             locations: Host and path of each rank.
-            doing: For errors.
+            doing: Name of the operation, for errors.
 
         Raises:
             DamagedCheckpointError: A file was changed: on all ranks that read it.

@@ -94,9 +94,9 @@ class DeepSpeedStrategy(DDPStrategy):
         hysteresis: Overflows until it is halved.
         min_loss_scale: Its minimum.
         partition_activations: As in DeepSpeed's activation checkpoints.
-        cpu_checkpointing: As there.
-        contiguous_memory_optimization: As there.
-        synchronize_checkpoint_boundary: As there.
+        cpu_checkpointing: As `partition_activations`.
+        contiguous_memory_optimization: As `partition_activations`.
+        synchronize_checkpoint_boundary: As `partition_activations`.
 
     Raises:
         ConfigurationError: Keywords and `config` contradict each other, or have no stage.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_REGISTRY = Registry("environment", "fabric.environments")
 _MARKER_VARIABLES: dict[str, tuple[str, ...]] = {}
-"""By name, marker variables: if none is set, the environment is excluded without importing its class."""
+"""Marker variables by name: if none is set, the environment is excluded without importing its class."""
 _PACKAGE = "plugins.environments"
 for _name, _home, _description, *_markers in (  # the innermost launcher comes first
     ("process_group", f"{_PACKAGE}.process_group:ProcessGroupEnvironment", "torch.distributed"),

@@ -23,8 +23,8 @@ class ExternalEnvironment(ClusterEnvironment):
     launcher: str
     """The launcher's name in messages."""
     variables: ClassVar[Mapping[str, tuple[str | int, ...]]]
-    """By quantity ("rank", "size", "local_rank", "local_size", "node_rank", "nodes"): names of variables, of
-    which the first that is set is used, and a default number.
+    """Names of variables and a default number for each quantity ("rank", "size", "local_rank", "local_size",
+    "node_rank", "nodes"). The first variable that is set is used.
     """
     remedy: str
     """The command or setting that starts {nodes} x {devices} = {tasks} processes; see `_remedy`."""

@@ -129,8 +129,8 @@ class ContextParallel(DataParallelMesh, Part):
         The sharding is installed last, so that hooks of the layout get full inputs.
 
         Raises:
-            ConfigurationError: As `regions`.
-            UsageError: As `regions`.
+            ConfigurationError: As for `regions`.
+            UsageError: As for `regions`.
         """
         regions = self.regions(module)
         wrapped = wrap(module)

@@ -48,7 +48,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     calls, it gets new functions (`_call_of`); `_unchanged` restores all other classes.
 
     Args:
-        file: For errors.
+        file: The path, for errors.
         stream: The file's bytes.
     """
 
