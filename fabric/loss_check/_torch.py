@@ -6,5 +6,5 @@ from typing import Any
 
 
 def saved(node: Any, name: str) -> Any:
-    """Return what a node of the graph of a loss saved for its backward; None: nothing by that name."""
+    """Return the value that a node of a loss's graph saved for its backward as `name`; None: it has none."""
     return getattr(node, f"_saved_{name}", None)

@@ -33,7 +33,7 @@ class LossCheck(Part):
 
     Args:
         strategy: A strategy with several ranks, whose process group exists.
-        compares: Whether ranks compare steps. Without it, only sums in place are watched.
+        compares: Whether ranks compare steps; otherwise only sums in place are watched.
     """
 
     name = "loss check"

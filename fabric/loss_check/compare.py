@@ -1,6 +1,6 @@
 """Comparison over ranks of the first calls of models and of their losses.
 
-The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows. So it is with tokens.
+The mean over ranks of means over 3 and over 2 rows is not the mean over 5 rows; nor for means over tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 
 def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> None:
-    """Compare over ranks: rows of all models, the weight of an item in two losses, the batches, gradients
-    of means in place. Warn if gradients averaged over ranks are not those of one process. All ranks must call
-    this, after the second synchronised backward or later.
+    """Compare the first steps of all ranks, and warn if averaged gradients differ from those of one process.
+    All ranks must call this, after the second synchronised backward or later.
+
+    Compared are rows of all models, the weight of an item in two losses, the batches, and gradients of means
+    in place.
 
     Args:
-        first: What was recorded.
-        strategy: Of the models.
+        first: The records of this rank.
+        strategy: The strategy of the models.
         ignore_rows: Whether the loop called `normalize_gradients`, so that rows and items may differ.
     """
     digests = [[int(digest) for digest in calls.digests] for calls in first.calls]
@@ -40,25 +42,25 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
         _compare_rows(facts)
     replicas = (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
     if len(gathered) != replicas or replicas == 1:
-        return  # some ranks need the same batches, as those of a pipeline do
+        return  # ranks of one pipeline, for example, need the same batches
     if not ignore_rows and all([of_rank.is_sum for of_rank in facts]):
         warn_of_sum(replicas)
     if None in values or not all([of_rank == values for of_rank in values_by_rank]):
-        return  # what is learned from equal batches may differ: actions that were drawn, other losses
+        return  # losses of equal batches may differ on purpose: drawn actions, another loss per rank
     for calls, by_rank in zip(first.calls, zip(*digests_by_rank, strict=True), strict=True):
         if len({*by_rank[0]}) == NUM_BACKWARDS and all([of_rank == by_rank[0] for of_rank in by_rank]):
             warn_of_same(calls.name, replicas)
 
 
 class _Compared(NamedTuple):
-    """Facts of rows and losses of the first calls that ranks compare."""
+    """Values of the first calls that ranks compare: rows, and weights of items in losses."""
 
     terms: tuple[int, ...]
     """Number of terms of each loss."""
     weights: tuple[float, ...]
     """The weight of an item in each; 0: unknown."""
     sizes: tuple[tuple[int, ...], ...]
-    """As `FirstCalls.sizes`, of each model."""
+    """`FirstCalls.sizes` of each model."""
     rows: tuple[int, ...]
     """Rows of each model."""
     is_sum: bool
@@ -89,10 +91,10 @@ def _compare_rows(by_rank: Sequence[_Compared]) -> None:
     equal_sizes = complete and len({of_rank.sizes for of_rank in by_rank}) == 1
     for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
         weights = [of_rank.weights[index] for of_rank in by_rank]
-        # A rank with a term of its own has another loss.
+        # Ranks with different numbers of terms compute different losses.
         comparable = all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1
-        # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. Which
-        # rows a later loss is of is not known.
+        # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. For
+        # later losses the number of rows is unknown.
         of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
         if comparable and (equal_sizes or not index) and _differ(weights) and _differ(of_rows):
             warn_of_weights(weights)
@@ -100,7 +102,7 @@ def _compare_rows(by_rank: Sequence[_Compared]) -> None:
 
 
 def _is_sum(terms: list[Term], rows: int) -> bool:
-    """Whether a loss is a sum over `rows` rows: no term is a mean, and one is known to sum their losses."""
+    """Whether a loss is a sum over `rows` rows: no term is a mean, and one surely sums losses of rows."""
     weights = [abs(term.weight()) for term in terms]
     pairs = [*zip(terms, weights, strict=True)] if rows > 1 else []
     sums = [1 for term, weight in pairs if weight == 1 and term.numel > 0 and term.numel % rows == 0]

@@ -1,4 +1,4 @@
-"""The warnings of the loss check; each is given once, on rank zero."""
+"""The warnings of the loss check; each is printed once, on rank zero."""
 
 from __future__ import annotations
 

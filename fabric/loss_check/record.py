@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_BACKWARDS = 2
-"""Synchronised backwards whose calls are recorded: a loop that trains on one batch only has the same on all
-ranks, in both.
+"""Synchronised backwards whose calls are recorded. Two, since a loop that trains on one batch only has equal
+batches on all ranks, in both.
 """
 MAX_CALLS = 64
 """Largest number of calls whose rows are recorded."""
@@ -38,7 +38,7 @@ class FirstSteps:
         self.active = True
         """Whether calls, losses and gradients are recorded now."""
         self.calls: list[FirstCalls] = []
-        """Those of each model, in the order of setup."""
+        """The first calls of each model, in the order of setup."""
         self.losses: list[list[Term]] = []
         """The terms of the first two losses; none if one is unknown."""
         self.values: list[Any] = []
@@ -52,7 +52,7 @@ class FirstSteps:
         self.calls.append(FirstCalls(wrapped, self))
 
     def finish(self) -> None:
-        """Record nothing more, and restore the forwards of all models."""
+        """Stop recording, and restore the forwards of all models."""
         self.active = False
         for calls in self.calls:
             calls.restore_forward()
@@ -85,7 +85,7 @@ class FirstCalls:
 
     Args:
         wrapped: The model, whose forward records calls from now on.
-        steps: Its `active` says whether calls are recorded.
+        steps: Calls are recorded while its `active` is True.
     """
 
     def __init__(self, wrapped: Any, steps: FirstSteps) -> None:
@@ -95,8 +95,8 @@ class FirstCalls:
         self._model, self._forward, self._steps = map(weakref.ref, (wrapped, forward, steps))
         self.name = type(wrapped.module).__name__
         self.digests: list[Any] = []
-        """Digests of the tensors of the first two calls; of none if Fabric shards the data, or if there are
-        other objects, which may have data of this rank."""
+        """Digests of the tensors of the first two calls. Empty if Fabric shards the data, or if there are
+        other objects, which may contain data of this rank."""
         self.rows: int | None = None
         """Rows of the first tensor; 0: no tensor, or Fabric shards the data; None: not called yet."""
         self.sizes: list[int] = []

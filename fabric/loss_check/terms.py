@@ -1,4 +1,4 @@
-"""The terms of a loss, read from its graph: what each divides by, or that it is a sum."""
+"""The terms of a loss, read from its graph: the divisor of each mean, or that a term is a sum."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _inner(node: Any) -> Any:
 
 
 def _factors(node: Any) -> tuple[Any, ...] | None:
-    """Return the number that a node multiplies by, nothing if it is 1; None: the node does something else."""
+    """Return the number that a node multiplies by in a tuple, empty if it is 1; None: another kind."""
     kind = type(node).__name__
     if kind in _SAME:
         return ()
@@ -74,7 +74,7 @@ def _of_mean(node: Any) -> Term:
 
 
 def _of_sum(node: Any) -> Term:
-    """Return a sum, which counts items if the losses of items are known not to be weighted.
+    """Return the term of a sum. Its `numel` is set if the losses of items are known not to be weighted.
 
     Its factors include the numbers by which all items are multiplied: `(losses / count).sum()`.
     """
@@ -104,9 +104,9 @@ def _of_elements(node: Any) -> Term:
 
 
 _MAX_DEPTH = 16
-"""Where both terms of each sum contain the sum before, terms double with each node."""
+"""Largest depth of the graph that is searched: terms can double with each node."""
 _SAME = {"NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "CloneBackward0"}
-"""Nodes that change no weight."""
+"""Nodes that multiply by 1 or -1."""
 _OF_TORCH: dict[str, Callable[[Any], Term]] = {
     "NllLossBackward0": _of_labels,
     "NllLoss2DBackward0": _of_labels,
@@ -120,6 +120,6 @@ _OF_TORCH: dict[str, Callable[[Any], Term]] = {
 _SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
 _MEANS = ("MeanBackward0", "MeanBackward1")
 _REDUCTIONS = {**_OF_TORCH, **dict.fromkeys(_MEANS, _of_mean), **dict.fromkeys(_SUMS, _of_sum)}
-"""Nodes of torch that reduce losses of items to one number; others with a reduction are `_of_elements`."""
+"""Nodes that reduce losses of items to one number. All others with a reduction: `_of_elements`."""
 _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
-"""Nodes whose elements are losses of items, as a rule: others may multiply them by weights of a mean."""
+"""Nodes whose elements usually are losses of items. Other nodes may multiply losses by weights of a mean."""
