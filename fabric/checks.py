@@ -259,7 +259,7 @@ def check_schedule(value: Any) -> bool | int:
     """Return the schedule of the replica check for `Fabric(replica_check=value)`.
 
     Raises:
-        ConfigurationError: Neither a bool nor a number of at least 1; `value` may come from the environment.
+        ConfigurationError: Neither a bool nor a number of at least 1; `value` may be from the environment.
     """
     schedule, text = value, f"replica_check={value!r}"
     if value is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 
 from test_architecture import PACKAGE, ROOT, sources
 
@@ -320,6 +322,32 @@ def test_sentences_are_short():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PACKAGE.rglob("*.md")]
     found = [f"{page}: {one}" for page in pages for one in long_sentences(page.read_text())]
     assert len(found) <= MOST_LONG_IN_PAGES, "\n".join(found)
+
+
+# Verbs of speech and motion, which code does not do: no comment and no docstring of the package has them.
+SPOKEN = re.compile(
+    r"\b(speaks?|spoke|knows?|knew|meets?|met|goes|went|gone|comes?|came|hears?|heard|tells?|told|says?|said|"
+    r"whoever|whom|rides?|gives? up|stands?|stood|forgets?|remembers?|notices?|asks?|asked)\b"
+)
+
+
+def test_code_neither_speaks_nor_walks():
+    comments = [
+        (f"{path.relative_to(ROOT)}:{token.start[0]}", token.string)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    strings = [
+        (f"{name}:{node.lineno}", node.value.value)
+        for name, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+    ]
+    texts = [(place, re.sub(r"`[^`]*`", "x", text)) for place, text in [*strings, *comments]]
+    found = [f"{place}: {word[0]}" for place, text in texts for word in SPOKEN.finditer(text)]
+    assert found == []
 
 
 # Words that only this project uses, or uses in another sense than the field: no page of `docs/` has them.

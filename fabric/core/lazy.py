@@ -37,7 +37,7 @@ def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[
 
     def load(name: str) -> Any:
         home = (homes or {}).get(name)
-        # The import system asks for dunders of every module, and for submodules of packages.
+        # The import system looks up dunders of every module, and submodules of packages.
         if home is None and not name.startswith("__") and not (homes and name[0].islower()):
             from fabric.core.lightning_names import find_home
 

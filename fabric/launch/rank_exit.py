@@ -110,7 +110,7 @@ def hide_library_frames(
 ) -> Iterator[tuple[TracebackType | None, str]]:
     """Context in which the traceback of a `FabricError` ends with the user's line; yields it and a note.
 
-    The note is a line that says how many frames are hidden and where the innermost is; "": none.
+    The note is a line with the number of hidden frames and the position of the innermost one; "": none.
     FABRIC_FULL_TRACEBACK=1 shows all. Other errors, and errors without a user's line, keep their traceback.
     Debuggers keep it in any case.
     """

@@ -94,7 +94,7 @@ class Strategy(Checkpoints):
     ) -> None:
         self.layout: Layout = Layout()
         self.argument_parts: list[Part] = []
-        """Parts that come from arguments, such as `context_parallel=`."""
+        """Parts that are arguments, such as `context_parallel=`."""
         self.topology = Topology()
         super().__init__()
         self.arguments = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}

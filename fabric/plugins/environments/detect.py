@@ -21,7 +21,7 @@ ENVIRONMENT_REGISTRY = Registry("environment", "fabric.environments")
 _MARKER_VARIABLES: dict[str, tuple[str, ...]] = {}
 """Marker variables by name: if none is set, the environment is excluded without importing its class."""
 _PACKAGE = "plugins.environments"
-for _name, _home, _description, *_markers in (  # the innermost launcher comes first
+for _name, _home, _description, *_markers in (  # the innermost launcher first
     ("process_group", f"{_PACKAGE}.process_group:ProcessGroupEnvironment", "torch.distributed"),
     ("local", f"{_PACKAGE}.local:LocalEnvironment", "this machine; `fabric run` for several"),
     ("torchelastic", f"{_PACKAGE}.torchelastic:TorchElasticEnvironment", "torchrun", "TORCHELASTIC_RUN_ID"),

@@ -33,7 +33,7 @@ def run_consolidate(options: argparse.Namespace) -> int:
     """Write the file and return the exit code: 1 if it exists and stays, or cannot be written.
 
     Raises:
-        ConfigurationError: A path is a URL, or the file exists and there is no terminal to ask.
+        ConfigurationError: A path is a URL, or the file exists and there is no terminal for a question.
     """
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
     checkpoint, file = _as_local_path(options.checkpoint), _as_local_path(output)
