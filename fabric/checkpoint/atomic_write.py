@@ -88,7 +88,9 @@ def temporary_path(path: Path, directory: bool) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
+        raise NotADirectoryError(
+            f"{path} cannot be written: {path.parent} is a file. Write a path in a directory."
+        ) from None
     with directory_lock(path.parent):  # no other process removes the new path before it is locked
         for left in _leftovers(path, "part"):
             if not is_locked(left):

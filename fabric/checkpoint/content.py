@@ -116,7 +116,7 @@ def unsafe_global_error(path: PathLike, name: str) -> UsageError:
     called = f"{_RENAMED.get(module, module)}.{function}" if module else function
     return UsageError(
         f"{path} holds code: {called}, which would run when the file is unpickled. Nothing that fabric.save "
-        "or torch.save writes of a model needs it. Do not load this file, and ask where it came from."
+        "or torch.save writes of a model needs it. Do not load this file, and check its source."
     )
 
 

@@ -174,7 +174,7 @@ CHANGED = "its bytes are not those that were written"
 def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
     """Return the error for a checkpoint whose content was changed, or is incomplete."""
     return DamagedCheckpointError(
-        f"{path} is damaged: {why}. Load another checkpoint, or copy this one anew from where it came."
+        f"{path} is damaged: {why}. Load another checkpoint, or copy this one from its source again."
     )
 
 

@@ -118,8 +118,8 @@ def by_name(
     left = [name for name in states if name not in loaded]
     if left:
         rank_zero_warn(
-            f"{len(states) - len(left)} of {len(states)} states were loaded into {what} (strict=False). It "
-            f"has no place for {_first_three(left)}."
+            f"{len(states) - len(left)} of {len(states)} states were loaded into {what} (strict=False). Its "
+            f"parameters do not match {_first_three(left)}."
         )
     return {**fitted, "state": kept}
 
@@ -231,8 +231,8 @@ def _check(names: Names, theirs: Names, what: str) -> None:
     if errors:
         raise UsageError(
             f"The checkpoint of {what} has {kind}. {' '.join(errors)} Make the optimizer of the same "
-            "parameters in the same groups, or pass strict=False: the states that have a place go by name "
-            "then, and other groups keep the settings of this optimizer."
+            "parameters in the same groups, or pass strict=False: then states are loaded where names match, "
+            "and other groups keep the settings of this optimizer."
         )
 
 

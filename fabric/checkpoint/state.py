@@ -222,7 +222,8 @@ class _Load:
         if not isinstance(value, list | tuple) or len(value) != len(target):
             held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"
             raise UsageError(
-                f"The checkpoint holds {held} where {name} has {len(target)}. Give as many objects."
+                f"The checkpoint holds {held} where {name} has {len(target)}. Pass as many objects as "
+                "were saved."
             )
         loaded = [
             self.value(old, new, f"{name}[{i}]")
@@ -238,7 +239,10 @@ class _Load:
         inner = unwrap(target)
         if isinstance(inner, torch.nn.Module):
             if not isinstance(value, dict):
-                raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
+                raise UsageError(
+                    f"The checkpoint holds a {_kind(value)} where {name} is a module. Write "
+                    "fabric.load(path), which returns the content, and use the key of the module."
+                )
             if self.strict:  # else a warning counts the tensors
                 _reject_nested(value, name)
             entries = module_entries(value, inner)

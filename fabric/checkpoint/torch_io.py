@@ -78,8 +78,8 @@ class TorchCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise ConfigurationError(
-                f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. Pass a CheckpointIO "
-                "of your own as Fabric(plugins=...) that reads them."
+                f"fabric.save got storage_options={storage_options!r}. TorchCheckpointIO has no options. "
+                "Leave them out, or pass your own CheckpointIO that reads them as Fabric(plugins=...)."
             )
         write = partial(_write, checkpoint, self.facts)
         if is_safetensors(path):
@@ -173,8 +173,8 @@ class TorchCheckpointIO(CheckpointIO):
             return found
         if path.is_dir():
             raise IsADirectoryError(
-                f"{name} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
-                "wrote it (DeepSpeed), load it under its strategy, or make a file of it with its tool."
+                f"{name} is a directory, not a checkpoint file of fabric.save. If an engine wrote "
+                "it (DeepSpeed), load it under its strategy, or convert it to a file with the engine's tool."
             )
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint file at {name}.")

@@ -108,8 +108,8 @@ class Channel:
         size = self.collective.world_size
         if size < 1:
             raise UsageError(
-                "This rank is not in the process group that it was called with. Let only the members of the "
-                "group make the call."
+                "A call with group= was made on a rank that is not in the group. Only members of a group can "
+                "use it. Make the call on the members only."
             )
         return size
 

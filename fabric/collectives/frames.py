@@ -239,7 +239,8 @@ def for_bools(op: Any) -> Any:
 def shard_error(tensor: Any, verb: str) -> ArgumentTypeError:
     """Return the error for a DTensor: a verb would combine different shards as if they were one tensor."""
     return ArgumentTypeError(
-        f"{verb} takes tensors that each rank has whole, but one of shape {list(tensor.shape)} is split over "
-        "ranks, such as a parameter of a sharded model or its gradient. fabric.backward has averaged that "
-        f"gradient already. Else write fabric.{verb.partition('(')[0]} of tensor.full_tensor(), on all ranks."
+        f"{verb} got a DTensor of shape {list(tensor.shape)}, such as a parameter of a sharded model or its "
+        "gradient. Its elements are on several ranks, and the verb would combine different ones. "
+        "fabric.backward has averaged gradients already. For other tensors write "
+        f"fabric.{verb.partition('(')[0]}(tensor.full_tensor()) on all ranks."
     )

@@ -106,9 +106,9 @@ class RankBatchSampler:
     def _check_order(self, first: list[Any], expected_digest: list[Any]) -> None:
         if _order_digest(first) != expected_digest:
             raise UsageError(
-                f"{type(self.order.sampler).__name__} gives another order than when the position was saved: "
-                f"the epoch now begins with {first[:4]}. Draw in it from a generator (torch's, python's or "
-                "numpy's) that is one of its attributes, or from the global ones; or start an epoch with "
+                f"{type(self.order.sampler).__name__} has another order than when the position was saved: "
+                f"the epoch now begins with {first[:4]}. In the sampler draw from the global generators of "
+                "torch, python or numpy, or from one that is its attribute; or start an epoch with "
                 "loader.set_epoch()."
             )
 

@@ -99,12 +99,12 @@ def _report_unequal_lengths(counts: list[str], raises: bool) -> None:
     text = f"The ranks' data are of different lengths:\n{table(counts)}\n"
     if raises:
         raise ConfigurationError(
-            f'{text}uneven="error" does not allow that. Give all ranks equal lengths, or write uneven="drop" '
-            "to stop when the first rank has no more."
+            f'{text}uneven="error" does not allow that. Make the lengths equal, or write uneven="drop" to '
+            "stop all ranks when the first has no batch left."
         )
     rank_zero_warn(
-        f"{text}All ranks stop when the first has no more, because they train together; the rest of the "
-        'epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to use all of it.',
+        f"{text}In training all ranks stop when the first has no batch left, and skip the rest of the epoch. "
+        'To use all data, write uneven="exact", or evaluate under torch.no_grad().',
         category=RanksDifferWarning,
     )
 

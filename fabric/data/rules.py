@@ -125,8 +125,8 @@ class ShardingRule(NamedTuple):
         if remainder and self.uneven == "error" and not self.drop_last:
             raise ConfigurationError(
                 f'uneven="error": the data do not divide by {self.shard.world} ranks, {remainder} are left '
-                'over. Write setup_dataloaders(loader, uneven="exact") to see each once, "pad" to repeat '
-                'some, or "drop" to leave them out.'
+                'over. Write setup_dataloaders(loader, uneven="exact") to use each once, "pad" to repeat '
+                'some, or "drop" to skip them.'
             )
 
     def uneven_rows(self, items: int) -> int:

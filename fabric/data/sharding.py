@@ -181,7 +181,7 @@ def shards_by_rank(part: Any) -> bool:
 
 def _warn_of_repeats(dataset: Any, world: int) -> None:
     rank_zero_warn(
-        f"Each of the {world} ranks will see all of {type(dataset).__name__}: it is a data pipe, or its "
+        f"Each of the {world} ranks will read all of {type(dataset).__name__}: it is a data pipe, or its "
         "loader overrides __iter__, so Fabric cannot shard it. Shard in its __iter__, for example `yield "
         "from itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and write "
         "setup_dataloaders(loader, shard_iterable=False).",
@@ -194,7 +194,7 @@ def _check_no_running_iterator(loader: DataLoader[Any]) -> None:
     for name, value in vars(loader).items():
         if name != ITERATOR and isinstance(value, loader_iterator()):
             raise ConfigurationError(
-                f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would see all "
+                f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would read all "
                 "data. Pass a plain DataLoader, or shard it with a DistributedSampler and write "
                 "setup_dataloaders(loader, use_distributed_sampler=False)."
             )

@@ -35,10 +35,10 @@ def warn_of_sum(ranks: int) -> None:
 def warn_of_same(name: str, ranks: int) -> None:
     """Warn that all ranks drew the same batches."""
     rank_zero_warn(
-        f"All ranks called {name} with the same batches, so {ranks} ranks learn what one learns. Write "
-        "fabric.setup_dataloaders(loader) for those of a loader; or draw others on each rank, after "
-        "fabric.seed_everything(seed, per_rank=True) below the line that makes the model; or use the rows "
-        "batch[fabric.global_rank :: fabric.world_size].",
+        f"All ranks called {name} with the same batches, so {ranks} ranks train on the data of one. For a "
+        "loader write fabric.setup_dataloaders(loader). For batches that the loop draws, keep the rows "
+        "batch[fabric.global_rank :: fabric.world_size], or write fabric.seed_everything(seed, "
+        "per_rank=True) below the line that makes the model.",
         category=RanksDifferWarning,
     )
 

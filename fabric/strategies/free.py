@@ -149,9 +149,9 @@ class StepCheck:
                 what = f"{_names_of(owner, ids)} of {type(owner).__name__}"
                 fix = "loss_fn, loss_optimizer = fabric.setup(loss_fn, loss_optimizer)"
             raise UsageError(
-                f"{kind}.step() trains {what}, set up by no fabric.setup: the gradients are those of each "
-                f"rank alone, and differ. Write {fix}, or average them: fabric.all_reduce(p.grad). Where "
-                "each rank trains its own, write loss.backward() in the place of fabric.backward(loss)."
+                f"{kind}.step() trains {what}, which was not set up: its gradients are not averaged, and "
+                f"differ between ranks. Write {fix}, or average them: fabric.all_reduce(p.grad). If each "
+                "rank trains its own model, write loss.backward() in place of fabric.backward(loss)."
             )
         if any([p.grad is not None for p in unaveraged]):
             self._unaveraged[optimizer] = []

@@ -118,11 +118,12 @@ class ParallelStrategy(Strategy):
         """
         if start_method not in START_METHODS:
             raise ConfigurationError(
-                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+                f"start_method={start_method!r} is unknown. Write one of "
+                f"{', '.join(map(repr, START_METHODS))}."
             )
         if not isinstance(context_parallel, Part | None):
             raise ArgumentTypeError(
-                f"context_parallel={context_parallel!r} is no ContextParallel. Write "
+                f"context_parallel={context_parallel!r} is not a ContextParallel. Write "
                 "context_parallel=ContextParallel(2) for two ranks that share a sequence."
             )
         self._backend = backend
@@ -327,9 +328,9 @@ class ParallelStrategy(Strategy):
             return launcher
         if not isinstance(environment, LocalEnvironment):
             raise ConfigurationError(
-                f"{type(environment).__name__}.creates_processes_externally is False, and only "
-                "LocalEnvironment can start processes. Return True there, override make_launcher, or leave "
-                "the environment out."
+                f"{type(environment).__name__}.creates_processes_externally is False, but only "
+                "LocalEnvironment can start processes. Return True in it, override make_launcher, or do not "
+                "pass the environment."
             )
         if self.start_method == "popen":
             from fabric.launch.script import ScriptLauncher

@@ -332,7 +332,7 @@ def test_consolidate_to_what_is_no_other_path(fabric, tmp_path, capsys, monkeypa
 def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
     part = ShardWriter({"here": torch.ones(1), "away": {"w": placeholder_of(torch.ones(2))}})
     assert part.owners == {"away.w": 0}
-    with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
+    with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so it cannot be saved"):
         part.describe([part.plan(part.owners)])
     assert names(tmp_path) == []
 

@@ -253,12 +253,10 @@ def test_texts_of_bad_paths(storage, tmp_path):
     assert str(save) == f"{folder} is a directory. Give a file name, for example {folder}/checkpoint.pt."
     load = error_of(storage.load_checkpoint, folder)
     assert isinstance(load, IsADirectoryError)
-    assert str(load).startswith(
-        f"{folder} is a directory, not a checkpoint file, and not of fabric.save. If an"
-    )
+    assert str(load).startswith(f"{folder} is a directory, not a checkpoint file of fabric.save. If an")
     under = error_of(storage.save_checkpoint, NEW, below)
     assert isinstance(under, NotADirectoryError)
-    assert str(under) == f"{below} cannot be written: {tmp_path}/file is a file."
+    assert str(under) == f"{below} cannot be written: {tmp_path}/file is a file. Write a path in a directory."
     absent = error_of(storage.load_checkpoint, tmp_path / "absent.pt")
     assert isinstance(absent, FileNotFoundError)
     assert str(absent) == f"There is no checkpoint file at {tmp_path}/absent.pt."
@@ -271,7 +269,7 @@ def test_texts_of_bad_paths(storage, tmp_path):
 def test_storage_options_are_refused(storage, tmp_path):
     error = error_of(storage.save_checkpoint, NEW, tmp_path / "a.pt", {"region": "x"})
     assert isinstance(error, ConfigurationError)
-    assert "storage_options={'region': 'x'} mean nothing to TorchCheckpointIO" in str(error)
+    assert "storage_options={'region': 'x'}. TorchCheckpointIO has no options." in str(error)
     assert names(tmp_path) == []
 
 
@@ -498,7 +496,9 @@ def test_files_that_are_no_checkpoints_are_called_what_they_are(storage, tmp_pat
     assert isinstance(error, UsageError)
     assert str(error).startswith(f"{path} ")
     assert expected in str(error)
-    assert ("copy this one anew" in str(error)) == ("damaged" in str(error)), "a bomb is not copied again"
+    assert ("copy this one from its source" in str(error)) == ("damaged" in str(error)), (
+        "a bomb is not copied again"
+    )
     assert capfd.readouterr().out == ""
 
 

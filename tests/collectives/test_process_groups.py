@@ -235,7 +235,7 @@ def called_outside(call: str):
 def test_a_rank_outside_that_makes_a_call_gets_an_error(ranks, call):
     error, *others = ranks.run_expecting_errors(called_outside, call, world_size=3)
     assert isinstance(error, UsageError)
-    assert "not in the process group" in str(error)
+    assert "not in the group" in str(error)
     assert others == [[1, 2], [1, 2]]
 
 

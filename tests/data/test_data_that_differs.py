@@ -262,10 +262,10 @@ def test_an_order_that_cannot_be_found_again_is_refused(ranks):
     (text, other), same = ranks.run(hidden, world_size=2)
     assert (text, other) == same
     assert text.startswith(
-        "Hidden gives another order than when the position was saved: the epoch now begins with ["
+        "Hidden has another order than when the position was saved: the epoch now begins with ["
     )
-    assert "one of its attributes" in text
-    assert other.startswith("SequentialSampler gives another order than when the position was saved")
+    assert "that is its attribute" in text
+    assert other.startswith("SequentialSampler has another order than when the position was saved")
 
 
 def users_epochs(flag):

@@ -183,7 +183,7 @@ def test_a_pipe_seen_in_full_is_warned_of_once_and_on_rank_zero(ranks):
     first, second = ranks.run(read_pipe, world_size=2)
     assert first[0] == second[0] == [[0, 1], [2, 3]]
     assert first[1] == [RanksDifferWarning]
-    assert first[2][0].startswith("Each of the 2 ranks will see all of")
+    assert first[2][0].startswith("Each of the 2 ranks will read all of")
     assert "shard_iterable=False" in first[2][0]
     assert second[1] == []
 

@@ -178,7 +178,7 @@ def test_a_subclass_that_yields_from_an_iterator_of_its_own_is_refused():
     with pytest.raises(ConfigurationError) as caught:
         shard(Infinite(Indices(8), batch_size=2))
     assert str(caught.value) == (
-        "Infinite keeps a running iterator in .running, so every rank would see all data. Pass a plain "
+        "Infinite keeps a running iterator in .running, so every rank would read all data. Pass a plain "
         "DataLoader, or shard it with a DistributedSampler and write setup_dataloaders(loader, "
         "use_distributed_sampler=False)."
     )
@@ -316,8 +316,8 @@ def test_a_stream_that_cannot_be_shared_out_is_warned_of():
     with pytest.warns(PossibleUserWarning) as caught:
         ready = shard(loader)
     assert str(caught[0].message) == (
-        "Each of the 2 ranks will see all of Stream: it is a data pipe, or its loader overrides __iter__, so "
-        "Fabric cannot shard it. Shard in its __iter__, for example `yield from "
+        "Each of the 2 ranks will read all of Stream: it is a data pipe, or its loader overrides __iter__, "
+        "so Fabric cannot shard it. Shard in its __iter__, for example `yield from "
         "itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and write "
         "setup_dataloaders(loader, shard_iterable=False)."
     )

@@ -113,7 +113,7 @@ def test_error_text_names_the_ways_out():
         stream.check_even()
     assert str(caught.value) == (
         'uneven="error": the data do not divide by 2 ranks, 1 are left over. Write setup_dataloaders(loader, '
-        'uneven="exact") to see each once, "pad" to repeat some, or "drop" to leave them out.'
+        'uneven="exact") to use each once, "pad" to repeat some, or "drop" to skip them.'
     )
 
 

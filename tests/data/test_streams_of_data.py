@@ -219,7 +219,7 @@ def test_training_stops_together(ranks, kind, uneven, workers):
     assert [(steps, total, epoch) for steps, _, total, epoch in results] == [(2, 6.0, 1)] * 3
     (text,) = results[0][1]
     assert "The ranks' data are of different lengths:\n  rank 0: " in text
-    assert "All ranks stop when the first has no more" in text
+    assert "all ranks stop when the first has no batch left" in text
     assert results[1][1] == results[2][1] == []
 
 
@@ -255,7 +255,7 @@ def test_different_lengths_are_an_error_on_all_ranks(ranks, kind, table):
     assert [line.strip() for line in text.splitlines()[1:4]] == [
         f"rank {r}: {row}" for r, row in enumerate(table)
     ]
-    assert 'write uneven="drop" to stop when the first rank has no more' in text
+    assert 'write uneven="drop" to stop all ranks when the first has no batch left' in text
 
 
 def padded():

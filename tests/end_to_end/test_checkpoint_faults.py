@@ -234,7 +234,8 @@ def below_a_file(directory):
 def test_a_directory_that_is_a_file(ranks, tmp_path):
     (tmp_path / "file").write_text("mine")
     first, second = ranks.run_expecting_errors(below_a_file, str(tmp_path), world_size=2)
-    text = f"{tmp_path / 'file' / 'a.pt'} cannot be written: {tmp_path / 'file'} is a file."
+    text = f"{tmp_path / 'file' / 'a.pt'} cannot be written: {tmp_path / 'file'} is a file. "
+    text += "Write a path in a directory."
     assert str(first) == text
     assert str(second) == f"rank 0 failed while saving {tmp_path}/file/a.pt: NotADirectoryError: {text}"
     assert (tmp_path / "file").read_text() == "mine"

@@ -269,7 +269,7 @@ def begin(self, *args):
 begin.made, FSDPCallGuard.__init__ = made, begin
 """,
         SPLIT,
-        "what a forward put aside",
+        "a tensor that a forward stored",
     ),
     "gradients with other memory are sent": Mend(
         """

@@ -292,8 +292,10 @@ def drawn(how):
 @pytest.mark.parametrize("how", ["one seed", "accumulated", "loader of all"])
 def test_ranks_that_draw_the_same_batches_are_warned_of(ranks, how):
     (told,), others = ranks.run(drawn, how, world_size=2)
-    assert told.startswith("All ranks called Linear with the same batches, so 2 ranks learn what one learns.")
-    assert "after fabric.seed_everything(seed, per_rank=True) below the line that makes the model" in told
+    assert told.startswith(
+        "All ranks called Linear with the same batches, so 2 ranks train on the data of one."
+    )
+    assert "fabric.seed_everything(seed, per_rank=True) below the line that makes the model" in told
     assert others == []
 
 

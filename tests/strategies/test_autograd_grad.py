@@ -39,7 +39,7 @@ def by_hand(strategy, averaged, made=lambda one: one):
     if averaged:
         optimizer.step()
     else:
-        with pytest.raises(UsageError, match=r"put there by hand \(torch.autograd.grad\), were never sync"):
+        with pytest.raises(UsageError, match=r"the loop has set p.grad \(torch.autograd.grad\)"):
             optimizer.step()
 
 

@@ -185,7 +185,7 @@ BAD_CALLS = {
     with_a_nested_tensor: "write nn.TransformerEncoder(..., enable_nested_tensor=False)",
     with_a_length_among_its_outputs: "than for the whole (4 in place of 8)",
     with_a_number_among_its_outputs: "gives other numbers for the parts of a sequence than for the whole (",
-    with_an_argument_that_may_be_two_things: "cannot be told whether extra",
+    with_an_argument_that_may_be_two_things: "is ambiguous whether extra",
     with_an_argument_of_another_length: "extra of Attend has shape [5]",
 }
 
@@ -610,7 +610,7 @@ def two_lengths(blocks):
     dist.broadcast(long, 0), dist.broadcast(short, 0)
     loss = model(long).square().mean() + model(short).square().mean()
     if blocks is None:
-        with pytest.raises(UsageError, match="it cannot be told for which of several forwards"):
+        with pytest.raises(UsageError, match="it is ambiguous for which of several forwards"):
             fabric.backward(loss)
         return
     fabric.backward(loss)

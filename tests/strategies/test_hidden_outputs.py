@@ -177,7 +177,9 @@ def refused() -> None:
     actor = fabric.setup(Actor("nowhere").double())
     x = torch.ones(2, 4, dtype=torch.float64)
     out = actor(x)
-    with pytest.raises(UsageError, match=r"put aside .* Return it: in a tuple, dict or dataclass"):
+    with pytest.raises(
+        UsageError, match=r"did not return .* Return the tensor in a tuple, dict or dataclass"
+    ):
         fabric.backward(actor.block.aside.sum())
     del out
     hidden = fabric.setup(Actor("root").double())

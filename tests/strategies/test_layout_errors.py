@@ -184,12 +184,12 @@ AT_ONCE = {
     "start_method": (
         lambda: FSDPStrategy(start_method="threads"),
         ConfigurationError,
-        ["start_method='threads' is not one of 'popen', 'spawn', 'fork', 'forkserver'"],
+        ["start_method='threads' is unknown. Write one of 'popen', 'spawn', 'fork', 'forkserver'"],
     ),
     "start_method of a mesh": (
         lambda: ModelParallelStrategy(unchanged, start_method="threads"),
         ConfigurationError,
-        ["start_method='threads' is not one of 'popen', 'spawn', 'fork', 'forkserver'"],
+        ["start_method='threads' is unknown. Write one of 'popen', 'spawn', 'fork', 'forkserver'"],
     ),
     "mixed_precision a name": (
         lambda: FSDPStrategy(mixed_precision="bf16"),
@@ -453,7 +453,7 @@ AT_SETUP = {
         optimizer_of_what_was_replaced,
         UsageError,
         [
-            "SGD trains 2 parameters (shapes (2, 4), (2,)) that are not those of a model",
+            "SGD trains 2 parameters (shapes (2, 4), (2,)) that fabric.setup has not set up",
             "make the optimizer from model.parameters()",
         ],
     ),

@@ -284,7 +284,7 @@ def test_groups_that_are_added_are_averaged_too(ranks):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert not torch.equal(found[0]["0.weight"], net().state_dict()["0.weight"])
     for error in ranks.run_expecting_errors(groups_added, "diloco", world_size=WORLD):
-        assert "the outer optimizer has the parameters of setup. Pass the optimizer all its" in str(error)
+        assert "The outer optimizer has only the parameters of setup. Pass all parameters to" in str(error)
 
 
 def garbage_of_before(path):
@@ -336,7 +336,7 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
     for error in ranks.run_expecting_errors(not_set_up, world_size=WORLD):
         assert isinstance(error, UsageError)
         assert str(error) == (
-            "SGD.step() came from an optimizer that setup did not give back, so its parameters would "
+            "SGD.step() was called on an optimizer that setup did not return, so its parameters would "
             "never be averaged. "
             "Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
             "fabric.setup_optimizers(optimizer)."
@@ -354,7 +354,7 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
             ArgumentTypeError,
             "outer_optimizer=SGD(...) must be a function",
         ),
-        ({"start_method": "threads"}, ConfigurationError, "start_method='threads' is not one of"),
+        ({"start_method": "threads"}, ConfigurationError, "start_method='threads' is unknown. Write one of"),
     ],
 )
 def test_bad_input(given, kind, text):

@@ -272,4 +272,4 @@ def copy_stepped_past():
 def test_a_copied_model_takes_no_steps_of_an_optimizer_that_was_not_set_up(ranks):
     for error in ranks.run_expecting_errors(copy_stepped_past, world_size=WORLD):
         assert isinstance(error, UsageError)
-        assert "SGD.step() came from an optimizer that setup did not give back" in str(error)
+        assert "SGD.step() was called on an optimizer that setup did not return" in str(error)

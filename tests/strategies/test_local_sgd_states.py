@@ -173,4 +173,4 @@ def stepped_past():
 def test_the_optimizer_that_was_given_takes_no_steps_of_its_own(ranks):
     for error in ranks.run_expecting_errors(stepped_past, world_size=WORLD):
         assert isinstance(error, UsageError)
-        assert "SGD.step() came from an optimizer that setup did not give back" in str(error)
+        assert "SGD.step() was called on an optimizer that setup did not return" in str(error)

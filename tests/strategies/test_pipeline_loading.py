@@ -170,7 +170,7 @@ def forgotten_in_setup():
         before = [p.detach().clone() for p in module.parameters() if p.numel()]
         fabric.backward(model(X).pow(2).mean())
         if lost:
-            with pytest.raises(UsageError, match="setup took out of the model"):
+            with pytest.raises(UsageError, match="setup removed from the model"):
                 optimizer.step()
             continue
         optimizer.step()  # it holds the very parameters of this stage

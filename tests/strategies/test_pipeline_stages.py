@@ -387,12 +387,12 @@ def test_outputs_that_cannot_go_on(ranks, name):
         ({"balance": "even"}, ArgumentTypeError, 'is neither "auto" nor a list'),
         ({"balance": 3}, ArgumentTypeError, "balance=3 is neither"),
         ({"balance": [1.0, 2]}, ArgumentTypeError, "must be"),
-        ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, not 3"),
+        ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, but there are 3"),
         ({"num_microbatches": 0}, ConfigurationError, "num_microbatches=0 must be 1 or more"),
         ({"num_microbatches": 2.5}, ArgumentTypeError, "num_microbatches=2.5 must be a whole number"),
         ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
         ({"checkpoint": "alway"}, ConfigurationError, "is not one of 'always'"),
-        ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is not one of"),
+        ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is unknown. Write one of"),
     ],
 )
 def test_settings_that_are_refused(settings, error, message):
@@ -424,9 +424,9 @@ def misuse():
     fabric.backward(loss)
     with pytest.raises(UsageError, match="second backward went through one forward of Sequential"):
         fabric.backward(loss)
-    with pytest.raises(ConfigurationError, match="reduction='max' is neither"):
+    with pytest.raises(ConfigurationError, match="reduction='max' is unknown"):
         model.pipeline_step(X, X, nn.functional.mse_loss, reduction="max")
-    with pytest.raises(ArgumentTypeError, match="loss_fn=None is no function"):
+    with pytest.raises(ArgumentTypeError, match="loss_fn=None is not a function"):
         model.pipeline_step(X, X, None)
     last = fabric.strategy.is_last_stage
     with pytest.raises(UsageError if last else RankError, match=r"loss_fn returned shape \[4, 4\]"):

@@ -97,7 +97,7 @@ def closure_of_a_model_that_was_forgotten(strategy: str, keyword: bool) -> None:
         fabric.backward(loss)
         return loss
 
-    text = r"SGD\.step\(\) trains 0\.weight, .* of Sequential, set up by no fabric\.setup"
+    text = r"SGD\.step\(\) trains 0\.weight, .* of Sequential, which was not set up"
     with pytest.raises(UsageError, match=text):
         forgotten.step(closure=closure) if keyword else forgotten.step(closure)
 

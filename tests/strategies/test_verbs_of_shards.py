@@ -11,9 +11,9 @@ from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch
 
 TEXT = (
-    "{} takes tensors that each rank has whole, but one of shape [3, 4] is split over ranks, such as a "
-    "parameter of a sharded model or its gradient. fabric.backward has averaged that gradient already. Else "
-    "write fabric.{} of tensor.full_tensor(), on all ranks."
+    "{} got a DTensor of shape [3, 4], such as a parameter of a sharded model or its gradient. Its elements "
+    "are on several ranks, and the verb would combine different ones. fabric.backward has averaged gradients "
+    "already. For other tensors write fabric.{}(tensor.full_tensor()) on all ranks."
 )
 VERBS = {
     "all_reduce": lambda fabric, p: fabric.all_reduce(p.grad),

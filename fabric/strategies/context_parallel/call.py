@@ -105,7 +105,7 @@ class ShardedCall:
             return self.seq_dim if has else None
         if has and leaf.shape == first.shape[: leaf.dim()]:
             raise UsageError(
-                f"It cannot be told whether {owner} of {self.name}, of shape {list(leaf.shape)}, is a mask "
+                f"It is ambiguous whether {owner} of {self.name}, of shape {list(leaf.shape)}, is a mask "
                 f"of {self.length} x {self.length} positions, or has a row for each sample. Write "
                 f"ContextParallel(seq_dims={{{owner!r}: {self.seq_dim}}}) if it has the sequence in "
                 f"dimension {self.seq_dim}, or None there if it is a mask."

@@ -97,10 +97,10 @@ class Region:
         if len(self._recent_shards) > 1 or (part is not None and not {part.size, part.length} & {*sizes}):
             lengths = ", ".join(["a short one" if p is None else str(p.length) for p in self._recent_shards])
             raise UsageError(
-                f"{type(module).__name__} in {self.name} is computed again for a backward, and it cannot be "
-                f"told for which of several forwards (lengths: {lengths}). Run the backward of each forward "
-                "before the next one with another length, or checkpoint the whole of what ContextParallel "
-                "divides."
+                f"{type(module).__name__} in {self.name} is computed again for a backward, and it is "
+                f"ambiguous for which of several forwards (lengths: {lengths}). Run the backward of each "
+                "forward before the next one with another length, or checkpoint the whole module that "
+                "ContextParallel shards."
             )
         if part is None or part.size not in sizes:
             return call(*args, **kwargs)

@@ -186,10 +186,10 @@ class Replicate(Layout):
                     "parameters would diverge. Call it after fabric.backward(loss)."
                 )
             raise UsageError(
-                f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
-                "(torch.autograd.grad), were never synchronised: they differ between ranks, so parameters "
-                "would diverge. Run the last backward of each step outside of no_backward_sync(), call "
-                "zero_grad() to drop them, or average them: fabric.all_reduce(p.grad)."
+                f"{doing} was called with gradients that were never synchronised: all backwards ran under "
+                "no_backward_sync(), or the loop has set p.grad (torch.autograd.grad). They differ between "
+                "ranks, so parameters would diverge. Run the last backward of each step outside of "
+                "no_backward_sync(), call zero_grad(), or average them: fabric.all_reduce(p.grad)."
             )
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

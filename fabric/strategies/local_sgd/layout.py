@@ -163,7 +163,7 @@ class LocalSteps(Layout):
             return
         if any([not held.isdisjoint(module.parameters()) for module in self._modules]):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back, so "
+                f"{type(optimizer).__name__}.step() was called on an optimizer that setup did not return, so "
                 "its parameters would never be averaged. Write model, optimizer = fabric.setup(model, "
                 "optimizer), or optimizer = fabric.setup_optimizers(optimizer)."
             )
@@ -181,8 +181,8 @@ class LocalSteps(Layout):
         """
         if self.outer_optimizer is not None:
             raise UsageError(
-                "add_param_group() was called after setup, and the outer optimizer has the parameters of "
-                "setup. Pass the optimizer all its parameters before, also frozen ones."
+                "add_param_group() was called after setup. The outer optimizer has only the parameters of "
+                "setup. Pass all parameters to the optimizer before setup, also frozen ones."
             )
 
     @contextmanager

@@ -136,7 +136,10 @@ def validate_balance(balance: Any, stages: int | None = None) -> list[int] | Non
     for stage, blocks in enumerate(balance):
         check_number(f"balance[{stage}]", blocks)
     if stages is not None and len(balance) != stages:
-        raise ConfigurationError(f"balance={list(balance)} is for {len(balance)} stages, not {stages}.")
+        raise ConfigurationError(
+            f"balance={list(balance)} is for {len(balance)} stages, but there are {stages}. Write {stages} "
+            "numbers of blocks."
+        )
     return list(balance)
 
 

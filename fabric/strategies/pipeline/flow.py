@@ -175,10 +175,10 @@ class PipelinedModule:
             RankError: Another stage failed.
         """
         if reduction not in ("mean", "sum"):
-            raise ConfigurationError(f"reduction={reduction!r} is neither 'mean' nor 'sum'.")
+            raise ConfigurationError(f"reduction={reduction!r} is unknown. Write 'mean' or 'sum'.")
         if not callable(loss_fn):
             raise ArgumentTypeError(
-                f"loss_fn={loss_fn!r:.80} is no function. Pass a function (output, target) -> loss to "
+                f"loss_fn={loss_fn!r:.80} is not a function. Pass a function (output, target) -> loss to "
                 "pipeline_step."
             )
         self._check_inputs("pipeline_step", (x, target, kwargs))

@@ -109,8 +109,8 @@ class Stage:
                 name for (name, p), state in zip(named, before, strict=True) if _version(p) != state
             ]:
                 raise UsageError(
-                    f"{changed[0]} was changed between the forward and the backward, which computes "
-                    "activations again: gradients would be those at other weights. Change weights after "
+                    f"{changed[0]} was changed between the forward and the backward. The backward recomputes "
+                    "activations, so gradients would be those at other weights. Change weights after "
                     'fabric.backward(loss), or write PipelineStrategy(checkpoint="never").'
                 )
             torch.set_default_dtype(dtypes[0])

@@ -350,9 +350,9 @@ class GatheredCall:
 
 def _replaced_error(info: Any) -> UsageError:
     return UsageError(
-        f"{info.param_name} of {type(info.module).__name__} is not the tensor that setup left there. A "
-        "sharded model cannot be used with torch.func.functional_call or other replacements of parameters. "
-        'Use strategy="ddp".'
+        f"{info.param_name} of {type(info.module).__name__} was replaced after fabric.setup. A sharded model "
+        "does not support torch.func.functional_call or other replacements of parameters. Use "
+        'strategy="ddp".'
     )
 
 

@@ -106,8 +106,9 @@ class FSDP2Runtime(DTensorLayout):
                 gate.recover()
             if "storage of size 0" in str(error):
                 raise UsageError(
-                    "The loss has a term of what a forward put aside (an attribute, an entry of a list). The "
-                    "parameters for its backward are freed. Return it: in a tuple, dict or dataclass."
+                    "The loss uses a tensor that a forward stored and did not return (an attribute, an entry "
+                    "of a list). The parameters for its backward are freed. Return the tensor in a tuple, "
+                    "dict or dataclass."
                 ) from error
             if type(error) is RuntimeError and re.search(r"and DTensor|Sharding propagation", str(error)):
                 raise UsageError(
@@ -199,8 +200,8 @@ class FSDP2Runtime(DTensorLayout):
         if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
             raise UsageError(
-                f"{type(optimizer).__name__} trains {len(foreign)} parameters (shapes {shapes}) that are not "
-                "those of a model as fabric.setup left it, and whose gradients would not be averaged over "
+                f"{type(optimizer).__name__} trains {len(foreign)} parameters (shapes {shapes}) that "
+                "fabric.setup has not set up, so their gradients would not be averaged over "
                 "ranks. Add layers before fabric.setup, and make the optimizer from model.parameters() after "
                 "fabric.setup_module(model)."
             )

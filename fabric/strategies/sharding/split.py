@@ -138,7 +138,7 @@ class DTensorLayout(Layout):
         if stale:
             raise UsageError(
                 f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "
-                f"{', '.join(map(str, stale[:3]))}) that setup took out of the model and replaced by "
+                f"{', '.join(map(str, stale[:3]))}) that setup removed from the model and replaced by "
                 "shards, so this step would train nothing. Write model, optimizer = fabric.setup(model, "
                 "optimizer), or optimizer = fabric.setup_optimizers(optimizer) after "
                 "fabric.setup_module(model)."

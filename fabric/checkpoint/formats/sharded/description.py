@@ -109,7 +109,7 @@ def _unchanged(classes: Sequence[Any]) -> Iterator[None]:
         if changed:
             raise UsageError(
                 f"A checkpoint's {METADATA} holds code: it replaces {changed[0]}. Do not load it, "
-                "and ask where it came from."
+                "and check its source."
             )
 
 

@@ -76,7 +76,10 @@ def begin(path: Path) -> Path:
     with directory_lock(path.parent):
         refuse_foreign(path)
     if path.exists() and not (path.is_dir() or path.is_file()):
-        raise FileExistsError(f"{path} is neither a file nor a directory that a checkpoint could replace.")
+        raise FileExistsError(
+            f"{path} exists and is neither a file nor a directory, so a checkpoint cannot replace it. Write "
+            "another path."
+        )
     return temporary_path(path, directory=True)
 
 

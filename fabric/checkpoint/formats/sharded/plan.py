@@ -140,7 +140,10 @@ def describe(
             keys[-1].append(None if name is None else _add(found, name, values[name], chunk))
     lost = [name for name in values if name not in found]
     if lost:
-        raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
+        raise UsageError(
+            f"No rank holds the value of {', '.join(lost[:3])}, so it cannot be saved. Remove it from the "
+            "state, or give it a value on one rank."
+        )
     for name, one in found.items():
         if isinstance(one, TensorStorageMetadata) and not _covers(one.size, one.chunks):
             boxes = [f"{[*each.offsets]} + {[*each.sizes]}" for each in one.chunks]

@@ -54,10 +54,10 @@ def choose_format(
     elif is_safetensors(path):
         why = "a name that ends with .safetensors is one file"
     elif storage_options is not None:
-        why = f"storage_options={storage_options!r} mean nothing to it"
+        why = f"it has no storage_options (here {storage_options!r})"
     if format == "sharded" and why:
         raise ConfigurationError(
-            f"fabric.save(format='sharded') writes a directory that all ranks see, but {why}. Write "
+            f"fabric.save(format='sharded') writes a directory that all ranks share, but {why}. Write "
             "format='full'."
         )
     return format or ("full" if why else strategy.state_dict_type), where
@@ -219,6 +219,6 @@ def _together(strategy: Any, path: Path) -> Iterator[None]:
 def _check_shared(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(
-            f"This rank does not see {directory}, which rank zero has made. Ranks write a sharded checkpoint "
-            "to a file system that all of them share; without one, write fabric.save(..., format='full')."
+            f"{directory} does not exist on this rank, but rank zero has made it. A sharded checkpoint needs "
+            "a file system that all ranks share. Without one, write fabric.save(..., format='full')."
         )
