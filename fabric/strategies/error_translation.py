@@ -58,7 +58,7 @@ def translate_ddp_error(error: RuntimeError, graph: bool) -> None:
         ) from error
     if graph and "leaf Variable that requires grad" in str(error):
         raise UsageError(
-            "backward(create_graph=True) cannot go through DDP: its all-reduce is no part of the graph. For "
+            "backward(create_graph=True) is not supported by DDP: its all-reduce is not in the graph. For "
             "a penalty on gradients write torch.autograd.grad(outputs, inputs, create_graph=True), and call "
             "fabric.backward(loss) with the penalty in the loss."
         ) from error

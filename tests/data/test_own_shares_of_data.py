@@ -359,7 +359,7 @@ def test_ranks_that_hold_parts_of_one_model_must_read_the_same_share(ranks):
     assert ranks.run(rows_of_one_model, False, 2, world_size=4) == [first, first, second, second]
     one = ranks.run(rows_of_one_model, True, 1, world_size=2)
     for text in [*one, *ranks.run(rows_of_one_model, True, 2, world_size=4)]:
-        assert "ranks that must see the same data (of one pipeline, sequence or model) do not" in text
+        assert "ranks that must read the same data (of one pipeline, sequence or model) do not" in text
 
 
 # positions

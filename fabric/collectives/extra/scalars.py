@@ -54,8 +54,8 @@ def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: i
     for name, in_each_row in zip(names, has.any(1).all(0).tolist(), strict=True):
         if not in_each_row:
             raise ArgumentTypeError(
-                f"log_dict: {name!r} is None on all ranks that see the same data, so it has no value. Log it "
-                "after one of them has computed it."
+                f"log_dict: {name!r} is None on all ranks that read the same data, so it has no value. Log "
+                "it after one of them has computed it."
             )
     if op in _EXTREMES:
         reduced = fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)

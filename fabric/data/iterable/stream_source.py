@@ -228,8 +228,8 @@ def dataset_shards_itself(name: str, by_rank: list[tuple[int, StreamFingerprint]
         return True
     raise ConfigurationError(
         f"The ranks' streams of {name} are neither one stream nor disjoint shards: some of their samples, or "
-        "parts of them, are equal, or ranks that must see the same data (of one pipeline, sequence or model) "
-        "do not. They begin with\n"
+        "parts of them, are equal, or ranks that must read the same data (of one pipeline, sequence or model)"
+        " do not. They begin with\n"
         f"{table([each.preview for each in fingerprints])}\n{_ONE_STREAM_HINT} Else write "
         "setup_dataloaders(loader, shard_iterable=False) if each rank's samples are its own shard, or "
         "shard_iterable=True if all read the same samples in the same order, with different noise."

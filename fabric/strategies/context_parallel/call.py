@@ -85,7 +85,7 @@ class ShardedCall:
             raise UsageError(
                 f"{self.name} was called without a tensor that has a dimension {self.seq_dim}, along which "
                 "ContextParallel could divide a sequence. Write seq_dim= with the dimension of the "
-                "sequence, or blocks={TransformerBlock} to name the modules that see one."
+                "sequence, or blocks={TransformerBlock} to select the modules that have one."
             )
 
     def _check(self, leaf: Tensor, owner: str, dim: int) -> int:

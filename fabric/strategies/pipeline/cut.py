@@ -155,7 +155,7 @@ def check_fits(balance: list[int] | None, stages: int, blocks: Blocks, kind: str
             f"{kind} has {len(blocks)} blocks ({paths}{', ...' if blocks[6:] else ''}), which cannot be put "
             f"on {stages} stages{f' by balance={balance}' if balance else ''}. Write numbers that sum to "
             f"{len(blocks)}, use {len(blocks)} devices or fewer, or num_stages={max(len(blocks), 1)} (the "
-            "other ranks see different data)."
+            "other ranks read different data)."
         )
 
 

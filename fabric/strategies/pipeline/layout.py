@@ -228,7 +228,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         for model in self.models():
             for name in [name for name, p in model.named_parameters() if id(p) in asked]:
                 raise UsageError(
-                    f"torch.autograd.grad was asked for the gradient of {name}, of a model in a pipeline: "
+                    f"torch.autograd.grad was called for the gradient of {name}, of a model in a pipeline: "
                     "the graph of a loss has no path to the stages. Write fabric.backward(loss), and read "
                     "p.grad."
                 )

@@ -75,10 +75,10 @@ class _FirstForward:
                 owner = owner_of(part)
                 name = ".".join(filter(None, [self._names.get(owner.module, ""), owner.param_name]))
                 raise UsageError(
-                    f"The forward of {name_of(module)} wrote {name}, of which it has a gathered copy: "
-                    "the change would be lost. Write it outside of the forward, for example in a function "
-                    "that the loop calls after optimizer.step() (the same in-place operation is right "
-                    'there), or use strategy="ddp" or "zero1".'
+                    f"The forward of {name_of(module)} wrote into {name}. In the forward this is a "
+                    "gathered copy, which is freed afterwards, so the change would be lost. Write the same "
+                    "operation after optimizer.step(), outside of the forward, or use "
+                    'strategy="ddp" or "zero1".'
                 )
 
 

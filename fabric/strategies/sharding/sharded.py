@@ -146,7 +146,7 @@ class FSDP2Runtime(DTensorLayout):
             sharded = {id(part.sharded_param) for group in groups for part in group.fsdp_params}
             for name in [n for n, p in model.named_parameters() if id(p) in sharded & without]:
                 raise UsageError(
-                    f"torch.autograd.grad was asked for the gradient of {name}, which is a shard: the "
+                    f"torch.autograd.grad was called for the gradient of {name}, which is a shard: the "
                     "forward used a gathered copy of it, so it has no gradient in this graph. Write "
                     'fabric.backward(loss), and read p.grad; or strategy="ddp" or "zero1".'
                 )
