@@ -47,7 +47,7 @@ PAGES = {
     ),
     "collectives": (
         "Collectives without a Fabric",
-        "The layer below the verbs, tensor by tensor.",
+        "The API below the verbs: one tensor per call.",
         ["fabric.plugins.collectives"],
     ),
     "loggers": ("Loggers", "`Fabric(loggers=...)`. [Log](../how-to/log.md).", ["fabric.loggers"]),
@@ -67,12 +67,12 @@ PAGES = {
     ),
     "testing": (
         "Testing",
-        "Tests of your own on warm ranks. [Other tools](../how-to/other-tools.md#a-test-of-your-own).",
+        "Tests with processes that are started once: [write a test](../how-to/other-tools.md#write-a-test).",
         ["fabric.testing"],
     ),
     "parts": (
         "Parts",
-        "A capability of your own: an object with hooks, given as `Fabric(plugins=[...])`.",
+        "An object with hooks that a strategy calls, passed as `Fabric(plugins=[...])`.",
         ["fabric.core.parts:Part"],
     ),
 }
