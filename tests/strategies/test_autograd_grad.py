@@ -102,7 +102,7 @@ def of_shards(strategy, allow_unused):
     fabric, model, _ = started(strategy)
     for names in ((), ("0.weight",)):
         held = [p for name, p in model.named_parameters() if name in names or not names]
-        text = "asked for the gradient of 0.weight, which is a shard: .* Write fabric.backward"
+        text = "called for the gradient of 0.weight, which is a shard: .* Write fabric.backward"
         with pytest.raises(UsageError, match=text):
             torch.autograd.grad(model(X).square().mean(), held, allow_unused=allow_unused)
     x = X.clone().requires_grad_()
