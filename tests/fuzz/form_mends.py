@@ -156,4 +156,19 @@ setattr(type(rank_zero_only), "warning_rank", always_zero)
         ("ddp-group", "zero1-group"),
         kind="batches",
     ),
+    "steps with a closure are compared": Mend(
+        """
+from form_mends import rewrite
+from fabric.strategies.sharding.sharded import FSDP2Runtime
+rewrite(FSDP2Runtime, "before_step", 'text = "a closure computes the gradients"', "return")
+""",
+        SPLIT,
+    ),
+    "steps of shared parameters are compared": Mend(
+        """
+from fabric.replicas.check import ReplicaCheck
+ReplicaCheck._is_shared = lambda self, module: False
+""",
+        ("ddp", "zero1"),
+    ),
 }

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fabric.core.backward_listeners import add_backward_listener
+
 ROWS = 12  # of every joined batch: divides by 1, 2, 3 and 4 ranks
 
 
@@ -545,6 +547,35 @@ def run_plain(
     return notes.kept, plain
 
 
+class NeverCompared(Exception):
+    """Optimizers stepped after backwards, and ranks compared no values."""
+
+
+class Passes:
+    """The number of outermost backward passes of this rank."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        add_backward_listener(self)
+
+    def around_pass(self, run: Any, *args: Any, **kwargs: Any) -> None:
+        run(*args, **kwargs)
+        self.count += 1
+
+    def after_nested_pass(self) -> None:
+        """Not counted."""
+
+
+def check_compared(fabric: Any, passes: Passes) -> None:
+    """Drift is found by values that are compared at times: each loop that trains has such times."""
+    check = fabric.strategy.find_part("replica check")
+    if check is None or not check._compares_facts or check.backwards or passes.count < 2:
+        return
+    stepped = [tracked.name for tracked in check._optimizers.values() if tracked.steps > 1]
+    if stepped:
+        raise NeverCompared(", ".join(stepped))
+
+
 def run_on_rank(program: Any, make_fabric: Any, folder: Path, precision: str | None = None) -> list[Note]:
     """The program on this rank. Notes are there, up to the error, as `error.notes`."""
     notes = Notes(rank=0)
@@ -555,8 +586,10 @@ def run_on_rank(program: Any, make_fabric: Any, folder: Path, precision: str | N
             if getattr(fabric.strategy, "process_group", None) is dist.GroupMember.NON_GROUP_MEMBER:
                 return []
             notes.rank, notes.part, notes.fabric = ranks(fabric)[0], place(fabric)[0], fabric
+            passes = Passes()
             program(fabric, notes, folder)
             fabric.strategy.finish_save()
+            check_compared(fabric, passes)
         except BaseException as error:
             error.notes = notes.kept
             raise

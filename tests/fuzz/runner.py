@@ -267,6 +267,8 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
         differs = differs or any("never synchronised" in one for one in owed)
         if "ReplicasDivergedError" in first["error"] and not differs:
             word = ALARM
+        if first["error"].startswith("NeverCompared"):
+            word = DIFFERENT
         at = next(rank for rank, report in enumerate(reports) if report is first)
         return Outcome(word, (f"rank {at}: {first['error']}", *alone), owed, text)
     if len(there) < len(reports):

@@ -224,10 +224,10 @@ class FSDP2Runtime(DTensorLayout):
                 "A gradient is a plain tensor, and its parameter is sharded. Write p.grad = "
                 "torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
             )
-        if len(args) > 1 or kwargs:
-            return  # a closure computes gradients in the step
         missing = [own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad]
         text = f"no gradient for {', '.join(missing)}" if missing else "all parameters have gradients"
+        if len(args) > 1 or kwargs:
+            text = "a closure computes the gradients"
         if self.passed:
             text += f", layers were called in the order {self.passed:08x}"
         self.passed = 0
