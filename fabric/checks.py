@@ -8,10 +8,10 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
-from functools import cache, wraps
+from functools import cache
 from numbers import Real
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
@@ -27,17 +27,16 @@ from torch.utils.data import (
 )
 
 from fabric.core._torch import BatchNorm, is_underway
-from fabric.core.arguments import check_flags, check_limits
+from fabric.core.arguments import check_limits, kind_of
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.tree import flatten
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-C = TypeVar("C", bound="Callable[..., Any]")
+    from collections.abc import Iterable
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """Values of FABRIC_REPLICA_CHECK that are not numbers."""
@@ -52,31 +51,6 @@ _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRand
 """Samplers of torch that yield the same samples on all ranks."""
 
 
-def explains_arguments(verb: str) -> Callable[[C], C]:
-    """Decorate a method: arguments that it does not accept raise an error with the valid ones."""
-
-    def decorate(method: C) -> C:
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except TypeError:
-                explain_arguments(verb, method, args, kwargs)
-                raise
-
-        return cast("C", call)
-
-    return decorate
-
-
-def explain_arguments(verb: str, method: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise ArgumentTypeError if `method`, which raised TypeError, does not accept these arguments."""
-    from fabric.core.advice import argument_text
-
-    if (text := argument_text(verb, method, args, given)) is not None:
-        raise ArgumentTypeError(text) from None
-
-
 def check_not_set_up(objects: tuple[Any, ...], kind: type, verb: str) -> None:
     """Raise unless there is at least one object, and all are of torch's class `kind` and not set up yet."""
     if not objects:
@@ -88,7 +62,7 @@ def check_not_set_up(objects: tuple[Any, ...], kind: type, verb: str) -> None:
             from fabric.core.advice import kind_advice
 
             raise ArgumentTypeError(
-                f"{verb} needs torch's {kind.__name__}, but got {type(obj).__name__}."
+                f"{verb} needs torch's {kind.__name__}, but got {kind_of(obj)}."
                 + kind_advice(verb, kind.__name__, obj)
             )
 
@@ -310,36 +284,15 @@ def warn_of_no_logger() -> None:
     )
 
 
-def check_path(path: Any, verb: str) -> None:
-    """Raise unless `path` can be a path.
-
-    Raises:
-        ArgumentTypeError: It is a model, an optimizer or a dictionary.
-        ConfigurationError: It is empty.
-    """
-    if isinstance(path, Module | Mapping) or hasattr(path, "param_groups"):
-        what = "model" if verb == "fabric.load_raw" else '{"model": model}'
+def check_state(state: Any, verb: str) -> None:
+    """Raise ArgumentTypeError unless `state` can be the dictionary of a load."""
+    if not isinstance(state, Mapping):
+        path = '"checkpoints"' if verb == "fabric.load_latest" else "path"
+        raw = ", or fabric.load_raw(path, model) for a bare state dict" if verb == "fabric.load" else ""
         raise ArgumentTypeError(
-            f"{verb} needs a path, but got {type(unwrap(path)).__name__}. Write {verb}(path, {what})."
+            f"{verb} needs a dictionary, but got {kind_of(state)}. Write {verb}({path}, "
+            f'{{"model": model}}){raw}.'
         )
-    if not str(path):
-        raise ConfigurationError(f'{verb}: the path is empty. Write {verb}("checkpoint.pt", state).')
-
-
-def check_load(path: Any, state: Any, strict: Any) -> None:
-    """Raise unless the arguments of `load` are of the right kinds.
-
-    Raises:
-        ArgumentTypeError: One of them is not.
-        ConfigurationError: The path is empty.
-    """
-    check_path(path, "fabric.load")
-    if state is not None and not isinstance(state, Mapping):
-        raise ArgumentTypeError(
-            f"fabric.load needs a dictionary, but got {type(unwrap(state)).__name__}. Write "
-            'fabric.load(path, {"model": model}), or fabric.load_raw(path, model) for a bare state dict.'
-        )
-    check_flags("fabric.load", strict=strict)
 
 
 def check_clipped(module: Any, optimizer: Any, limits: Mapping[str, Any], others: Iterable[Module]) -> None:
@@ -360,7 +313,7 @@ def check_clipped(module: Any, optimizer: Any, limits: Mapping[str, Any], others
     for what, (given, right) in kinds.items():
         if not right:
             raise ArgumentTypeError(
-                f"fabric.clip_gradients needs {what}, but got {type(given).__name__}. Write "
+                f"fabric.clip_gradients needs {what}, but got {kind_of(given)}. Write "
                 "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
             )
     check_limits(**limits)
@@ -375,6 +328,17 @@ def check_clipped(module: Any, optimizer: Any, limits: Mapping[str, Any], others
             )
 
 
+def check_comparable(objects: tuple[Any, ...]) -> None:
+    """Raise ArgumentTypeError for an object with neither models nor optimizers nor tensors."""
+    for obj in objects:
+        leaves = flatten(obj)[0]
+        if leaves and not any([isinstance(leaf, Module | Optimizer | torch.Tensor) for leaf in leaves]):
+            raise ArgumentTypeError(
+                f"fabric.check_replicas compares tensors, but {kind_of(obj)} has none. Pass models, "
+                "optimizers or tensors, or write fabric.agree(value)."
+            )
+
+
 def check_forward_module(module: Any, verb: str) -> Module:
     """Return the module that the layout wrapped, of a model that is set up.
 
@@ -385,7 +349,7 @@ def check_forward_module(module: Any, verb: str) -> Module:
         module = module._orig_mod
     if not isinstance(module, _FabricModule):
         raise UsageError(
-            f"{verb} needs a model that is set up, but got {type(module).__name__}. Write model = "
+            f"{verb} needs a model that is set up, but got {kind_of(module)}. Write model = "
             "fabric.setup(model) first and pass that."
         )
     joined: Module = module._fabric_wrapped
@@ -406,7 +370,7 @@ def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ArgumentTypeError(
-            f"fabric.log_dict needs a dictionary, but got {type(values).__name__}. Write "
+            f"fabric.log_dict needs a dictionary, but got {kind_of(values)}. Write "
             'fabric.log_dict({"loss": loss}), or fabric.log("loss", loss).'
         )
     if odd := [name for name in values if not isinstance(name, str)]:

@@ -20,15 +20,14 @@ from fabric.checks import (
     check_loggers,
     check_not_set_up,
     check_schedule,
-    explains_arguments,
     raw_iterations,
     record_raw_iterations,
     warn_if_not_set_up,
 )
-from fabric.core.arguments import item_count
-from fabric.core.compile import eager
+from fabric.core.arguments import item_count, show
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
 from fabric.core.slices import use_slice
+from fabric.core.verbs import eager_verb, explains_arguments
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -53,6 +52,7 @@ def _do_nothing(*_: Any) -> None:
     """Default argument of `fabric.launch`: the ranks run the code after `launch()`."""
 
 
+@explains_arguments
 class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
@@ -81,7 +81,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         ArgumentTypeError: An argument of the wrong kind.
     """
 
-    @explains_arguments("Fabric")
     def __init__(
         self,
         *,
@@ -180,7 +179,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         if self.is_global_zero and self.world_size > 1:
             record_raw_iterations()
 
-    @eager
+    @eager_verb
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
@@ -194,13 +193,15 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             kwargs: Keyword arguments of `Tensor.backward`.
 
         Raises:
-            ArgumentTypeError: `tensor` is not a tensor.
+            ArgumentTypeError: `tensor` is not a tensor; arguments that `Tensor.backward` does not take.
             UsageError: The loss requires no gradient, has several elements, or its graph was freed.
         """
         if not isinstance(tensor, torch.Tensor):
             from fabric.core.advice import loss_kind_text
 
             raise ArgumentTypeError(loss_kind_text(tensor))
+        if model is not None:
+            check_forward_module(model, "fabric.backward")
         strategy = self._strategy
         if raw_iterations or not self._backward_checked:
             self._require_launch("backward()")
@@ -220,14 +221,19 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             strategy.explain(error)
             from fabric.core.advice import loss_text
 
-            if (text := loss_text(tensor, error, bool(args or kwargs.get("gradient") is not None))) is None:
+            if (text := loss_text(tensor, error, args, kwargs)) is None:
                 raise
             raise UsageError(text) from error
+        except TypeError as error:
+            from fabric.core.advice import backward_text
+
+            if (text := backward_text(args, kwargs)) is None:
+                raise
+            raise ArgumentTypeError(text) from error
         finally:
             gate.open = False
 
-    @explains_arguments("fabric.clip_gradients")
-    @eager
+    @eager_verb
     def clip_gradients(
         self,
         module: Any,
@@ -270,7 +276,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             return self._strategy.clip_gradients_value(module, optimizer, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
 
-    @eager
+    @eager_verb
     def normalize_gradients(self, module: Any, num_items: Any, *, optimizer: Any = None) -> int | float:
         """Divide gradients of summed losses by the number of items of all ranks, once per step. All ranks
         must call this.
@@ -307,7 +313,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             strategy.abort_call("normalize_gradients", error)
         return strategy.normalize_gradients(unwrap(module), count, unwrap(optimizer))
 
-    @explains_arguments("fabric.autocast")
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which operations outside `forward` run in the strategy's precision. No rank waits."""
         return self._strategy.precision.forward_context()
@@ -352,7 +357,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         self._require_launch("find_batch_size()")
         return use_slice("batch size").find_batch_size(self._strategy, step, start, global_batch)  # type: ignore[no-any-return]
 
-    @explains_arguments("fabric.to_device")
     def to_device(self, obj: Any) -> Any:
         """`obj` (a module, moved in place; a tensor; a nesting) on this rank's device. No rank waits."""
         if isinstance(obj, torch.nn.Module):
@@ -433,10 +437,10 @@ def _check_function(function: Any) -> None:
     Raises:
         ArgumentTypeError: It is not callable, or takes no positional argument.
     """
-    if not callable(function):
+    if not callable(function) or isinstance(function, torch.nn.Module):
         raise ArgumentTypeError(
-            f"fabric.launch(function) needs a function, but got {function!r}. Write fabric.launch(train), "
-            "not fabric.launch(train()): launch calls it, on every rank."
+            f"fabric.launch(function) needs a function, but got {show(function)}. Write "
+            "fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
         )
     try:
         parameters = inspect.signature(function).parameters.values()

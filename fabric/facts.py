@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fabric.core.arguments import kind_of
 from fabric.core.errors import ArgumentTypeError, NoLoggerError, UsageError
 from fabric.core.slices import use_slice
+from fabric.core.verbs import explains_arguments
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@explains_arguments
 class RankFacts:
     """Rank, device, strategy and callbacks of this process, as attributes for training loops."""
 
@@ -130,8 +133,14 @@ class RankFacts:
             settings: For tqdm (`leave=False`, `total=`, ...).
 
         Raises:
+            ArgumentTypeError: `batches` is not iterable, or tqdm does not take an argument of `settings`.
             MissingExtraError: tqdm is not installed.
         """
+        if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+            raise ArgumentTypeError(
+                f"fabric.progress needs a loader or another iterable, but got {kind_of(batches)}. Write "
+                "fabric.progress(loader), or fabric.progress(range(steps))."
+            )
         progress = use_slice("progress")
         shown = self.is_global_zero and progress.should_show(show)
         made: Progress[Any] = progress.Progress(batches, shown, {"desc": desc, **settings})

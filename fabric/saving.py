@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.checks import check_load, check_path, explains_arguments
-from fabric.core.arguments import check_flags
+from fabric.checks import check_state
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.slices import use_slice
+from fabric.core.verbs import explains_arguments
 from fabric.facts import RankFacts
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from fabric.core.types import Filter, PathLike
 
 
+@explains_arguments
 class CheckpointVerbs(RankFacts):
     """save, load, load_raw, save_latest, load_latest. All ranks must make each call."""
 
-    @explains_arguments("fabric.save")
     def save(
         self,
         path: PathLike,
@@ -66,7 +66,6 @@ class CheckpointVerbs(RankFacts):
             OSError: It cannot be written (a RankError on ranks whose own write succeeded).
         """
         self._require_launch("save()")
-        check_path(path, "fabric.save")
         options: dict[str, Any] = {} if format is None else {"format": format}
         if not wait:
             options["wait"] = False
@@ -74,7 +73,6 @@ class CheckpointVerbs(RankFacts):
             options["allow_pickle"] = True
         return self._strategy.save_checkpoint(path, state, filter=filter, **options)
 
-    @explains_arguments("fabric.load")
     def load(
         self,
         path: PathLike,
@@ -106,10 +104,10 @@ class CheckpointVerbs(RankFacts):
             UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
         """
         self._require_launch("load()")
-        check_load(path, state, strict)
+        if state is not None:
+            check_state(state, "fabric.load")
         return self._strategy.load_checkpoint(path, state, strict, weights_only)
 
-    @explains_arguments("fabric.load_raw")
     def load_raw(
         self,
         path: PathLike,
@@ -134,8 +132,6 @@ class CheckpointVerbs(RankFacts):
             UsageError: The state does not fit `obj`.
         """
         self._require_launch("load_raw()")
-        check_path(path, "fabric.load_raw")
-        check_flags("fabric.load_raw", strict=strict)
         if isinstance(obj, dict):
             raise ArgumentTypeError(
                 "load_raw(path, obj) takes one model or optimizer, but got a dict. Write fabric.load(path, "
@@ -143,7 +139,6 @@ class CheckpointVerbs(RankFacts):
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
-    @explains_arguments("fabric.save_latest")
     def save_latest(
         self, directory: PathLike, state: dict[str, Any], *, step: int, keep: int = 3, wait: bool = True
     ) -> Path | str:
@@ -170,7 +165,6 @@ class CheckpointVerbs(RankFacts):
         path: Path | str = use_slice("latest").save_latest(self._strategy, directory, state, step, keep, wait)
         return path
 
-    @explains_arguments("fabric.load_latest")
     def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
         """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks must call this.
 
@@ -189,5 +183,6 @@ class CheckpointVerbs(RankFacts):
             NotADirectoryError: `directory` is a file (a RankError on ranks above zero).
         """
         self._require_launch("load_latest()")
+        check_state(state, "fabric.load_latest")
         step: int | None = use_slice("latest").load_latest(self._strategy, directory, state, strict)
         return step

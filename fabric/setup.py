@@ -7,24 +7,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
+from torch.nn import Module
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
+    check_comparable,
     check_forward_module,
     check_module,
     check_not_set_up,
     check_optimizers,
     check_owned,
-    explains_arguments,
     warn_of_batch_norm,
     warn_of_workers,
 )
-from fabric.core.arguments import check_flags
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import recompile
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
+from fabric.core.verbs import explains_arguments
 from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
@@ -35,7 +36,6 @@ from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, u
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from torch.nn import Module
     from torch.optim import Optimizer
 
     from fabric.strategies.free import StepCheck
@@ -66,6 +66,7 @@ class LoaderOptions(TypedDict, total=False):
     shard_iterable: bool | None
 
 
+@explains_arguments
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
@@ -93,8 +94,7 @@ class SetupVerbs(RankFacts):
     def setup(
         self, module: M, /, *optimizers: Unpack[Rest], scheduler: S, **options: Unpack[SetupOptions]
     ) -> tuple[M, Unpack[Rest], S]: ...
-    @explains_arguments("fabric.setup")  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
-    def setup(
+    def setup(  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
         self,
         module: Module,
         *optimizers: Any,
@@ -127,8 +127,6 @@ class SetupVerbs(RankFacts):
         """
         if not self._launched:
             self._require_launch("setup()")
-        if move_to_device is not True or replica_check is not True:
-            check_flags("fabric.setup", move_to_device=move_to_device, replica_check=replica_check)
         self._models += 1
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
@@ -150,7 +148,6 @@ class SetupVerbs(RankFacts):
         rest = [] if scheduler is None else [scheduler]
         return (wrapped, *views, *rest) if views or rest else wrapped
 
-    @explains_arguments("fabric.setup_module")
     def setup_module(
         self,
         module: M,
@@ -165,6 +162,8 @@ class SetupVerbs(RankFacts):
         Returns:
             The model.
         """
+        self._require_launch("setup_module()")
+        check_not_set_up((module,), Module, "fabric.setup_module")
         return self.setup(
             module,
             move_to_device=move_to_device,
@@ -181,8 +180,7 @@ class SetupVerbs(RankFacts):
         self, first: O1, second: O2, /, *optimizers: Unpack[Rest], replica_check: bool = True
     ) -> tuple[O1, O2, Unpack[Rest]]: ...
 
-    @explains_arguments("fabric.setup_optimizers")  # type: ignore[misc]
-    def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:
+    def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:  # type: ignore[misc]
         """Set up optimizers whose models are set up by separate calls. All ranks must call this.
 
         Parameters that belong to no model get rank zero's values, and each backward averages their gradients.
@@ -224,7 +222,6 @@ class SetupVerbs(RankFacts):
         **options: Unpack[LoaderOptions],
     ) -> list[_FabricDataLoader]: ...
 
-    @explains_arguments("fabric.setup_dataloaders")
     def setup_dataloaders(
         self,
         *dataloaders: DataLoader[Any],
@@ -265,8 +262,6 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup_dataloaders()")
         check_not_set_up(dataloaders, DataLoader, "fabric.setup_dataloaders")
-        flags = {"use_distributed_sampler": use_distributed_sampler, "move_to_device": move_to_device}
-        check_flags("fabric.setup_dataloaders", **flags)
         if self._strategy.topology.world_size > 1:
             from fabric.data.fingerprints import check_same_data, fingerprint
 
@@ -322,8 +317,10 @@ class SetupVerbs(RankFacts):
 
         Raises:
             ReplicasDivergedError: They differ; on all ranks.
+            ArgumentTypeError: An object has no tensor to compare.
         """
         self._require_launch("check_replicas()")
+        check_comparable(objects)
         if (check := self._strategy.find_part("replica check")) is not None:
             only = map_tree(unwrap, list(objects)) if objects else None
             check.compare("check_replicas", buffers=None, only=only)

@@ -7,51 +7,30 @@ table. `strategies/exchange.py` has the methods that a strategy may override; `c
 
 from __future__ import annotations
 
-import functools
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import explain_arguments, explains_arguments, metrics_among, warn_of_no_logger
+from fabric.checks import metrics_among, warn_of_no_logger
+from fabric.core.arguments import kind_of, show
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.core.tree import map_tree
+from fabric.core.verbs import collective, explains_arguments
 from fabric.facts import RankFacts
+from fabric.wrappers import is_wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from fabric.core.compile import Verb
     from fabric.core.types import PathLike
     from fabric.preemption.stopping import Stopper
     from fabric.profile.profile import Profile
 
 
-def collective(verb: Verb) -> Verb:
-    """Wrap `verb`: require `launch`, explain wrong arguments, run as plain Python when compiled (`eager`)."""
-    plain: Any = None
-
-    @functools.wraps(verb)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal plain
-        if not self._launched:
-            self._require_launch(f"{verb.__name__}()")
-        try:
-            if "torch._dynamo" not in sys.modules:
-                return verb(self, *args, **kwargs)
-            if plain is None:
-                plain = torch.compiler.disable(verb)
-            return plain(self, *args, **kwargs)
-        except TypeError:
-            explain_arguments(f"fabric.{verb.__name__}", verb, (self, *args), kwargs)
-            raise
-
-    return call  # type: ignore[return-value]
-
-
+@explains_arguments
 class CollectiveVerbs(RankFacts):
     """barrier, should_stop, broadcast, gathers, reductions, collective decisions, logs and profiles."""
 
@@ -281,7 +260,11 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             CollectiveMismatch: The values differ; on all ranks. The message is a table of values and lines.
+            ArgumentTypeError: `value` is a model, optimizer or loader that was set up.
         """
+        if is_wrapped(value):
+            text = f"fabric.agree got {kind_of(value)}, which was set up. Write fabric.check_replicas(model)."
+            self._strategy.abort_call("agree", ArgumentTypeError(text))
         return use_slice("agreement").agreed(value, self._strategy.channel())
 
     @collective
@@ -304,7 +287,6 @@ class CollectiveVerbs(RankFacts):
         """
         return use_slice("metrics").compute_metrics(metrics, *self._strategy.data_parallel_layout())
 
-    @explains_arguments("fabric.log")
     def log(
         self,
         name: str,
@@ -320,7 +302,6 @@ class CollectiveVerbs(RankFacts):
         """
         return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
-    @explains_arguments("fabric.log_dict")
     def log_dict(
         self,
         metrics: Mapping[str, Any],
@@ -439,7 +420,8 @@ class CollectiveVerbs(RankFacts):
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
             error = kind(
-                f"{verb}({name}={rank!r}) is no rank. Write a global rank, from 0 to {self.world_size - 1}."
+                f"{verb}({name}={show(rank)}) is no rank. Write a global rank, from 0 to "
+                f"{self.world_size - 1}."
             )
             self._strategy.abort_call(verb, error, group)
         return self._strategy.root(rank, group)

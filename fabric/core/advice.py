@@ -5,7 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.arguments import kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # fmt: off
 _ATTRIBUTES = {
@@ -144,6 +149,42 @@ _VERBS = {
     "fabric.save": {'fabric.save(path, {"model": model})': "model module obj"},
     "fabric.all_reduce": {'reduce_op="sum", "mean", "min", "max" or "product"': "average op reduction"},
     "fabric.broadcast": {"src=0, the global rank that sends": "from_process root root_rank"},
+    "fabric.backward": {
+        "fabric.backward(loss), and then optimizer.step()": "optimizer optimizers",
+        'fabric.backward(loss): Fabric(precision="16-mixed") scales it': "grad_scaler loss_scale scaler",
+        "fabric.backward(loss)": "loss",
+        "`with fabric.no_backward_sync(model):` around it": "no_sync sync",
+    },
+    "fabric.setup_module": {"fabric.setup(model, optimizer)": "optimizer optimizers"},
+    "fabric.no_backward_sync": {"fabric.no_backward_sync(model, enabled=not last)": "model net"},
+    "fabric.normalize_gradients": {
+        "fabric.normalize_gradients(model, num_items)":
+            "count denominator items model n net num_tokens total",
+    },
+    "fabric.find_batch_size": {
+        "start=8, the first size that is tried": "batch_size init_val starting_batch_size",
+        "global_batch=512, the rows of all ranks per optimizer step": "batch global_batch_size total",
+    },
+    "fabric.profile": {
+        'fabric.profile("trace")': "dirpath filename output path trace_dir",
+        "active=3, the number of recorded steps": "num_steps repeat steps",
+        "wait=1, warmup=1, active=3, the numbers of steps": "schedule",
+        "Delete it: the trace of each rank is written to the folder.": "on_trace_ready",
+    },
+    "fabric.progress": {
+        'desc="epoch 0"': "description name text title",
+        "show=True or show=False": "disable enabled main_process_only visible",
+        "fabric.progress(loader)": "dataloader iterable loader",
+    },
+    "fabric.rank_zero_first": {"fabric.rank_zero_first(local=True)": "local_rank node per_node"},
+    "fabric.seed_everything": {
+        "fabric.seed_everything(seed, per_rank=True)": "device_specific different rank",
+        "torch.use_deterministic_algorithms(True)": "deterministic",
+    },
+    "fabric.init_module": {
+        "`with fabric.init_module():` around Model(...)": "device dtype model module precision",
+        "empty_init=True": "empty include_buffers meta",
+    },
 }
 # fmt: on
 _TORCH = {
@@ -178,18 +219,24 @@ def argument_text(verb: str, method: Any, args: tuple[Any, ...], given: dict[str
     else:
         return None
     parameters = [one for one in signature.parameters.values() if one.name != "self" and one.name[0] != "_"]
-    known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_POSITIONAL]
-    table = _ARGUMENTS if verb == "Fabric" else _VERBS.get(verb, {})
-    for name in given:
+    known = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    takes_all = any([one.kind is one.VAR_KEYWORD for one in parameters])
+    for name in given if not takes_all else ():
         if name not in known:
-            advice, close = _advice(table, name), get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]}=?" if close else f" It takes {', '.join(known)}."
-            return f"{verb}({name}=...): there is no such argument.{_sentence(advice) if advice else hint}"
+            return unknown_argument(verb, name, known)
     if verb == "Fabric":
         return f"Fabric({args[1]!r:.60}): arguments are keywords. Write for example Fabric(devices=2)."
     plain = [one.replace(annotation=one.empty) for one in parameters]
     shown = signature.replace(parameters=plain, return_annotation=signature.empty)
     return f"{verb}: {reason}. Its arguments are {verb}{shown}."
+
+
+def unknown_argument(verb: str, name: str, known: Sequence[str]) -> str:
+    """Return the error text for a keyword argument that `verb` does not take."""
+    table = _ARGUMENTS if verb == "Fabric" else _VERBS.get(verb, {})
+    advice, close = _advice(table, name), get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]}=?" if close else f" It takes {', '.join(known) or 'no argument'}."
+    return f"{verb}({name}=...): there is no such argument.{_sentence(advice) if advice else hint}"
 
 
 def kind_advice(verb: str, wanted: str, given: Any) -> str:
@@ -198,8 +245,15 @@ def kind_advice(verb: str, wanted: str, given: Any) -> str:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
-    if given is None:
-        return f" Leave it out: {verb}(model)." if wanted == "Optimizer" else ""
+    plain = {
+        "Module": f" Write {verb}(model).",
+        "Optimizer": " Write for example torch.optim.Adam(model.parameters()).",
+        "DataLoader": f" Write {verb}(DataLoader(dataset, batch_size=...)).",
+    }[wanted]
+    if verb == "fabric.normalize_gradients":
+        return f" Write {verb}(model, num_items, optimizer=optimizer), with one optimizer."
+    if given is None and verb == "fabric.setup" and wanted == "Optimizer":
+        return f" Leave it out: {verb}(model)."
     if isinstance(given, type):
         return f" This is the class itself: make an object of it, {given.__name__}(...)."
     if hasattr(given, "get_last_lr"):
@@ -214,46 +268,60 @@ def kind_advice(verb: str, wanted: str, given: Any) -> str:
         return f" Unpack it: {verb}({before}{each}{'.values()' if isinstance(given, dict) else ''})."
     if isinstance(given, DataLoader):
         return " Loaders have a verb of their own: loader = fabric.setup_dataloaders(loader)."
-    if isinstance(given, Dataset) and wanted == "DataLoader":
-        return " Write fabric.setup_dataloaders(DataLoader(dataset, batch_size=...))."
     if isinstance(given, Optimizer):
         return " The model is the first argument: fabric.setup(model, optimizer)."
     if isinstance(given, Module) and wanted == "Optimizer":
         return " Set each model up by a call of its own, the model first: fabric.setup(model, optimizer)."
-    return {
-        "Module": " Write fabric.setup(model, optimizer).",
-        "Optimizer": " Write for example torch.optim.Adam(model.parameters()).",
-        "DataLoader": " Write fabric.setup_dataloaders(DataLoader(dataset, batch_size=...)).",
-    }.get(wanted, "")
+    if isinstance(given, Dataset) and wanted == "DataLoader":
+        return plain
+    return (
+        " Write fabric.setup(model, optimizer)." if verb == "fabric.setup" and wanted == "Module" else plain
+    )
 
 
 def loss_kind_text(given: Any) -> str:
     """Return the error text for an argument of `fabric.backward` that is not a tensor."""
+    from numbers import Real
+
     from torch.nn import Module
 
-    advice = "Write fabric.backward(loss) without .item()."
-    if isinstance(given, dict):
+    advice = "Write loss = criterion(model(batch), target), and then fabric.backward(loss)."
+    if isinstance(given, Real):
+        advice = "Write fabric.backward(loss) without .item()."
+    elif isinstance(given, dict):
         key = "loss" if "loss" in given else next(iter(given), "loss")
         advice = f"Write fabric.backward(out[{key!r}])."
         advice = advice.replace("'", '"')
     elif isinstance(given, list | tuple):
         advice = "Write fabric.backward(sum(losses))."
-    elif isinstance(given, Module):
-        advice = "Write loss = criterion(model(batch), target), and then fabric.backward(loss)."
+    elif hasattr(given, "param_groups"):
+        advice = "Write fabric.backward(loss), and then optimizer.step()."
+    elif hasattr(given, "loss"):
+        advice = "Write fabric.backward(out.loss)."
+    elif callable(given) and not isinstance(given, Module):
+        advice = "Call it: fabric.backward(loss_function(output, target))."
     elif given is None:
         advice = "Return the loss from the function that computes it."
-    return f"fabric.backward needs the loss as a tensor, but got {type(given).__name__}. {advice}"
+    return f"fabric.backward needs the loss as a tensor, but got {kind_of(given)}. {advice}"
 
 
-def loss_text(loss: Any, error: RuntimeError, has_gradient: bool) -> str | None:
-    """Return the error text for a backward that cannot start from `loss`; None: it is not the cause."""
+def loss_text(loss: Any, error: Exception, args: tuple[Any, ...], given: dict[str, Any]) -> str | None:
+    """Return the error text for a backward that cannot start from `loss`; None: it is not the cause.
+
+    Args:
+        loss: A tensor.
+        error: What torch raised.
+        args: Further positional arguments of `fabric.backward`.
+        given: Its keyword arguments.
+    """
+    gradient = args[0] if args else given.get("gradient")
     if not loss.requires_grad:
         return (
             "fabric.backward got a loss that requires no gradient. It was computed under torch.no_grad() or "
             "inference_mode(), was detached, or depends on frozen parameters only. Compute it from "
             "model(batch) with gradients enabled."
         )
-    if loss.numel() != 1 and not has_gradient:
+    if loss.numel() != 1 and gradient is None:
         return (
             f"fabric.backward got a tensor of shape {list(loss.shape)}. A backward starts from one number. "
             "Write fabric.backward(loss.mean()), or pass the gradient: fabric.backward(loss, gradient)."
@@ -264,6 +332,30 @@ def loss_text(loss: Any, error: RuntimeError, has_gradient: bool) -> str | None:
             "call it once, or write fabric.backward(loss, retain_graph=True) in the first call."
         )
     return None
+
+
+def backward_text(args: tuple[Any, ...], given: dict[str, Any]) -> str | None:
+    """Return the error text for further arguments of `fabric.backward` that torch does not take."""
+    from torch import Tensor
+
+    known = ["gradient", "retain_graph", "create_graph", "inputs"]
+    for name in given:
+        if name not in known:
+            return unknown_argument("fabric.backward", name, known)
+    gradient = args[0] if args else given.get("gradient")
+    if gradient is None or isinstance(gradient, Tensor):
+        return None
+    advice = "fabric.backward(loss), and then optimizer.step() of each optimizer"
+    if isinstance(gradient, bool):
+        advice = f"fabric.backward(loss, retain_graph={gradient})"
+    elif hasattr(gradient, "named_parameters"):
+        advice = "fabric.backward(loss), which finds the model; or model=model, if the strategy needs it"
+    elif not hasattr(gradient, "param_groups"):
+        advice = "fabric.backward(loss)"
+    return (
+        f"fabric.backward got {kind_of(gradient)} as its second argument, which is the gradient of the first "
+        f"one, a tensor. Write {advice}."
+    )
 
 
 def torch_advice(text: str) -> str:

@@ -1,13 +1,125 @@
-"""Checks of values of arguments: flags, limits, numbers of items. Called by the verbs before any change."""
+"""Checks of arguments: flags, paths, groups, limits, numbers of items. Called by verbs before any change."""
 
 from __future__ import annotations
 
+import os
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+_STATE = '{"model": model}'
+_PATHS = {
+    "Fabric": 'Fabric(report="report")',
+    "fabric.save": f"fabric.save(path, {_STATE})",
+    "fabric.load": f"fabric.load(path, {_STATE})",
+    "fabric.load_raw": "fabric.load_raw(path, model)",
+    "fabric.save_latest": f'fabric.save_latest("checkpoints", {_STATE}, step=step)',
+    "fabric.load_latest": f'fabric.load_latest("checkpoints", {_STATE})',
+    "fabric.profile": 'fabric.profile("trace")',
+}
+"""What to write, by verb with a path."""
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's class; of what `fabric.setup` returned, the name of the user's class."""
+    own = getattr(value, "__dict__", {})
+    return type(own.get("_fabric_original", own.get("_fabric_inner", value))).__name__
+
+
+def show(value: Any) -> str:
+    """Return a number, text or None as it is written, and the class of anything else."""
+    return f"{value!r:.60}" if value is None or isinstance(value, Real | str) else kind_of(value)
+
+
+def check_arguments(
+    verb: str, checks: Mapping[str, Callable[[str, str, Any], None]], given: Iterable[tuple[str, Any]]
+) -> None:
+    """Raise for the first argument whose value is of a wrong kind.
+
+    Args:
+        verb: The caller, for messages.
+        checks: A function of `CHECKS` for each argument that has one.
+        given: Names and values.
+
+    Raises:
+        ArgumentTypeError: A value is of a wrong kind.
+        ConfigurationError: A path is empty.
+    """
+    for name, value in given:
+        if (check := checks.get(name)) is not None:
+            check(verb, name, value)
+
+
+def _check_flag(verb: str, name: str, value: Any) -> None:
+    if value is not None and value is not True and value is not False:
+        check_flags(verb, **{name: value})
+
+
+def _check_truth(verb: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a flag, a number or a tensor: `enabled=i % 4`."""
+    if not isinstance(value, Real | torch.Tensor):
+        check_flags(verb, **{name: value})
+
+
+def _check_group(verb: str, name: str, value: Any) -> None:
+    members = getattr(torch.distributed, "GroupMember", None)
+    if value is None or value is getattr(members, "NON_GROUP_MEMBER", None):  # the collective raises
+        return
+    if callable(getattr(value, "size", None)) and callable(getattr(value, "rank", None)):
+        return
+    reduction = ""
+    if verb in ("fabric.all_reduce", "fabric.reduce_scatter"):
+        operation = value if value in ("mean", "min", "max", "product") else "sum"
+        reduction = f', reduce_op="{operation}"'
+    raise ArgumentTypeError(
+        f"{verb}: {name}={show(value)} is not a process group. Write {verb}(data{reduction}), or "
+        f"{name}=torch.distributed.new_group(ranks)."
+    )
+
+
+def _check_path(verb: str, name: str, value: Any) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentTypeError(f"{verb} needs a path, but got {kind_of(value)}. Write {_PATHS[verb]}.")
+    if name == "path" and not str(value):
+        raise ConfigurationError(f'{verb}: the path is empty. Write {verb}("checkpoint.pt", state).')
+
+
+def _check_optional_path(verb: str, name: str, value: Any) -> None:
+    if value is not None:
+        _check_path(verb, name, value)
+
+
+def _check_label(verb: str, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str | Real):
+        raise ArgumentTypeError(f'{verb}: {name}={kind_of(value)} is not a text. Write {name}="epoch 0".')
+
+
+def _check_step(verb: str, name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Real | torch.Tensor):
+        raise ArgumentTypeError(
+            f"{verb}: {name}={show(value)} is not a number. Write {name}=step, your counter."
+        )
+
+
+CHECKS: dict[str, Callable[[str, str, Any], None]] = {
+    "bool": _check_flag,
+    "bool | None": _check_flag,
+    "PathLike": _check_path,
+    "PathLike | None": _check_optional_path,
+    "enabled": _check_truth,
+    "workers": _check_truth,
+    "group": _check_group,
+    "desc": _check_label,
+    "name: str | None": _check_label,
+    "step: int | None": _check_step,
+}
+"""Checks by the annotation of an argument, by its name, or by both; the last one that is found counts."""
 
 
 def check_flags(verb: str, **flags: Any) -> None:
@@ -18,8 +130,7 @@ def check_flags(verb: str, **flags: Any) -> None:
             or type(value).__name__ in ("bool", "bool_")
             or (isinstance(value, int) and value in (0, 1))
         ):
-            shown = repr(value) if value is None or isinstance(value, Real | str) else type(value).__name__
-            raise ArgumentTypeError(f"{verb}: {name}={shown} must be True or False.")
+            raise ArgumentTypeError(f"{verb}: {name}={show(value)} must be True or False.")
 
 
 def check_limits(clip_val: Any, max_norm: Any, norm_type: Any) -> None:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+_PACKAGES = (
+    *("strategies", "loggers", "accelerators", "plugins", "plugins.environments", "plugins.collectives"),
+    *("utilities", "testing", "core.errors"),
+)
+"""Packages with public names, in the order in which a name is searched for an error. None imports torch."""
 
 
 def lazy_exports(
@@ -25,6 +32,20 @@ def lazy_exports(
     """
     vars(sys.modules[package])["__all__"] = list(homes)
     return lazy_names(package, homes), lambda: sorted(homes)
+
+
+def _exporting_package(module: str, name: str) -> str | None:
+    """Return the public package that exports a `name` that `module` lacks; None: there is none."""
+    if name.startswith("_") or find_spec(f"{module}.{name}") is not None:  # a submodule
+        return None
+    for package in _PACKAGES:
+        try:
+            found = import_module(f"fabric.{package}")
+        except ModuleNotFoundError:  # a slice that was deleted
+            continue
+        if name in getattr(found, "__all__", vars(found)):
+            return found.__name__
+    return None
 
 
 def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
@@ -42,6 +63,11 @@ def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[
             from fabric.core.lightning_names import find_home
 
             home = find_home(module.removeprefix("fabric."), name)
+        if home is None and (package := _exporting_package(module, name)) is not None:
+            # Not an AttributeError, whose text `from fabric import NAME` would drop.
+            raise ImportError(
+                f"cannot import name {name!r} from {module!r}. Write: from {package} import {name}"
+            )
         if home is None:
             offers = f"; it offers {', '.join(sorted(homes))}" if homes else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{offers}")

@@ -5,6 +5,7 @@ Imported on first use. Outside of the context nothing is recorded, so that verbs
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from fabric.core.compile import uncompiled
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.data.loader import _FabricDataLoader
 from fabric.profile._torch import compiled_module
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -38,6 +39,8 @@ PHASES = {
     "step": ("fabric.step", "Optimizer.step#"),
 }
 _STEP = "ProfilerStep#"
+_SET_HERE = ("schedule", "on_trace_ready")
+"""Arguments of torch's profiler that are not settings."""
 
 
 class Profile:
@@ -59,10 +62,11 @@ def profiled(
     """Context of `Fabric.profile`, which documents the arguments."""
     strategy, world = fabric.strategy, fabric.world_size
     chosen = range(world) if ranks is None else ranks
-    if min(window.values()) < 0 or not window["active"] or not chosen or not {*chosen} <= {*range(world)}:
-        text = ", ".join([f"{name}={value}" for name, value in {"ranks": ranks, **window}.items()])
-        text += f". Give steps of 0 or more, active=1 or more, and ranks of 0 to {world - 1}."
-        strategy.abort_call("profile", ConfigurationError(f"fabric.profile: {text}"))
+    try:
+        _check_settings(settings, window)
+        _check_window(window, ranks, world)
+    except FabricError as error:
+        strategy.abort_call("profile", error)
     strategy.check_barrier("profile", f"{window}, ranks {ranks}")
     file = Path(folder) / f"rank_{fabric.global_rank}.json"
     times: dict[str, float] = {}
@@ -87,6 +91,29 @@ def profiled(
         )
     elif fabric.is_global_zero:
         print(table(rows, file.parent), flush=True)
+
+
+def _check_settings(settings: dict[str, Any], window: dict[str, int]) -> None:
+    """Raise ArgumentTypeError for an argument that torch's profiler does not take, or that Fabric sets."""
+    known = [name for name in inspect.signature(profile).parameters if name not in _SET_HERE]
+    for name in settings:
+        if name not in known:
+            from fabric.core.advice import unknown_argument
+
+            raise ArgumentTypeError(unknown_argument("fabric.profile", name, ["ranks", *window, *known]))
+
+
+def _check_window(window: dict[str, Any], ranks: Any, world: int) -> None:
+    """Raise ConfigurationError unless the numbers of steps, and the ranks that record, are possible."""
+    is_window = all([isinstance(number, int) and number >= 0 for number in window.values()])
+    is_list = isinstance(ranks, list | tuple | set | range) and bool(ranks)
+    is_choice = ranks is None or (is_list and {*ranks} <= {*range(world)})
+    if not is_window or not window["active"] or not is_choice:
+        text = ", ".join([f"{name}={value}" for name, value in {"ranks": ranks, **window}.items()])
+        raise ConfigurationError(
+            f"fabric.profile: {text}. Give steps of 0 or more, active=1 or more, and ranks=[0], a list of "
+            f"ranks from 0 to {world - 1}."
+        )
 
 
 def _trace_writer(file: Path, times: dict[str, float]) -> Callable[[profile], None]:

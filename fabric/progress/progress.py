@@ -5,6 +5,7 @@ Created by `Fabric.progress`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from multiprocessing import parent_process
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.extras import require_packages
 from fabric.utilities.data import sized_len
 
@@ -32,10 +33,13 @@ class Progress(Generic[T]):
 
     Raises:
         MissingExtraError: tqdm is not installed.
+        ArgumentTypeError: tqdm does not take an argument of `settings`.
     """
 
     def __init__(self, batches: Iterable[T], show: bool, settings: dict[str, Any]) -> None:
         require_packages("fabric.progress", "progress", "tqdm")
+        if set(settings) - {"desc"}:
+            _check_settings(settings)
         self._batches = batches
         self._settings = settings
         self._values = _Values()
@@ -96,6 +100,17 @@ def _tqdm_class() -> Any:
         from tqdm.auto import tqdm as auto
 
     return auto
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    from tqdm.std import tqdm
+
+    known = [name for name in inspect.signature(tqdm.__init__).parameters if name not in ("self", "kwargs")]
+    for name in settings:
+        if name not in known:
+            from fabric.core.advice import unknown_argument
+
+            raise ArgumentTypeError(unknown_argument("fabric.progress", name, ["show", *known]))
 
 
 def _batches_done(batches: Any) -> int:

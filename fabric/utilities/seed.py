@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.arguments import show
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.lazy import lazy_names
 from fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
@@ -204,7 +205,7 @@ def _checked_seed(given: Any, source: str) -> int:
         valid = False
     if not valid:
         raise ConfigurationError(
-            f"{source}={given!r} is not a seed. Write an integer from 0 to {_MAX_SEED}, for example "
+            f"{source}={show(given)} is not a seed. Write an integer from 0 to {_MAX_SEED}, for example "
             "seed_everything(42)."
         )
     return value

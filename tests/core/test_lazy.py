@@ -42,3 +42,38 @@ assert not loaded, loaded
 assert len([name for name in new if not name.startswith("fabric")]) < 10, sorted(new)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("from fabric import DDPStrategy", "from fabric.strategies import DDPStrategy"),
+        ("from fabric import FSDPStrategy", "from fabric.strategies import FSDPStrategy"),
+        ("from fabric import TensorBoardLogger", "from fabric.loggers import TensorBoardLogger"),
+        ("from fabric import CSVLogger", "from fabric.loggers import CSVLogger"),
+        ("from fabric import rank_zero_only", "from fabric.utilities import rank_zero_only"),
+        ("from fabric import CPUAccelerator", "from fabric.accelerators import CPUAccelerator"),
+        ("from fabric import Precision", "from fabric.plugins import Precision"),
+        ("from fabric import SLURMEnvironment", "from fabric.plugins.environments import SLURMEnvironment"),
+        ("from fabric import RankPool", "from fabric.testing import RankPool"),
+        ("from fabric import RankError", "from fabric.core.errors import RankError"),
+        ("from fabric.strategies import CSVLogger", "from fabric.loggers import CSVLogger"),
+        ("import fabric; fabric.DDPStrategy()", "from fabric.strategies import DDPStrategy"),
+    ],
+)
+def test_a_name_of_another_package_is_an_error_with_the_line_to_write(line, right):
+    with pytest.raises(ImportError, match=rf"cannot import name '\w+' from 'fabric[.a-z]*'. Write: {right}$"):
+        exec(line, {})
+    exec(right, {})
+
+
+def test_submodules_and_unknown_names_cost_no_import():
+    code = """
+import sys
+from fabric import loggers, plugins, strategies
+import fabric
+assert not hasattr(fabric, "Trainer") and not hasattr(fabric, "nothing")
+assert "torch" not in sys.modules, "an import of torch"
+from fabric import Fabric, is_wrapped, plan, seed_everything
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
