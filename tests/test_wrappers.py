@@ -509,7 +509,7 @@ def test_by_hand(net):
 @pytest.mark.parametrize("verb", ["setup", "setup_module"])
 def test_setup_refuses(model, net, verb):
     fabric = fabric_on_cpu()
-    with pytest.raises(ConfigurationError, match=r"fabric\.setup: this Net is set up already"):
+    with pytest.raises(ConfigurationError, match=rf"fabric\.{verb}: this Net is set up already"):
         getattr(fabric, verb)(model)
     with pytest.raises(ConfigurationError, match="Net is set up already"):
         getattr(fabric, verb)(torch.compile(model, backend="eager"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import re
 import weakref
 
 import pytest
@@ -119,3 +121,40 @@ def forgotten(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "zero1", "fsdp"])
 def test_models_that_are_dropped_leave_memory(ranks, strategy):
     ranks.run(forgotten, strategy, world_size=2)
+
+
+MOVES = {
+    "half()": "was converted to torch.float16 after fabric.setup, but its input is torch.float32",
+    "to(torch.float64)": "Write Fabric(precision=...), which converts inputs, too.",
+    "to('meta')": "was moved to the meta device after fabric.setup, and has no values",
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_forward_after_another_dtype_or_the_meta_device_explains_itself(move):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup(nn.Sequential(nn.Linear(2, 2)))
+    forward, x = vars(model)["forward"], torch.ones(1, 2)
+    eval(f"model.{move}", {"model": model, "torch": torch})
+    with pytest.raises(UsageError, match=re.escape(MOVES[move])) as raised:
+        model(x)
+    assert str(raised.value).startswith("model 0 (Sequential)")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    if move != "to('meta')":
+        assert model(x.to(model.dtype)).dtype == model.dtype
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+            model(torch.ones(1, 3, dtype=model.dtype))
+        assert not isinstance(raised.value, UsageError)
+        copy.deepcopy(model).double().half().float()(x)
+        assert vars(model.double().float())["forward"] is forward, "no cost after the way back"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("move", ["cuda()", "to('cuda')", "to('cuda:1')"])
+def test_a_device_that_is_not_there(move):
+    model = Fabric(accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
+    with pytest.raises(
+        UsageError, match=r"placed it on cpu\. Delete the call, and choose"
+    ):
+        eval(f"model.{move}", {"model": model})
+    assert model(torch.ones(2)).device.type == "cpu"
