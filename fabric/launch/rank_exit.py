@@ -194,14 +194,25 @@ _SIGNAL_CAUSES = {
     "SIGABRT": "native code aborted; gloo does this when ranks send tensors of different sizes",
     "SIGKILL": "by a user, a scheduler, or by Linux when memory ran out: see dmesg",
 }
+IMPORT_EXIT = 78  # EX_CONFIG of sysexits.h
+"""The exit code of a rank whose import of the script called `launch`."""
+CALLED_IN_IMPORT = (
+    "launch() was called while a new rank imported this script. Put what starts the job under `if __name__ "
+    '== "__main__":`'
+)
 UNKNOWN_EXIT = -255
 """The return code of a process that ended without its exit hook and is no child of this one."""
 
 
-def from_returncode(rank: int, returncode: int, when: float) -> RankExit:
-    """Return the failure for a process's return code (negative: minus the signal, as in subprocess)."""
+def from_returncode(rank: int, returncode: int, when: float, functions: bool = False) -> RankExit:
+    """Return the failure for a process's return code (negative: minus the signal, as in subprocess).
+
+    `functions`: whether the ranks run a function by spawn, fork or forkserver.
+    """
     if returncode == UNKNOWN_EXIT:
         return RankExit(when, "killed by a signal, or ended by os._exit", rank=rank)
+    if functions and returncode == IMPORT_EXIT:
+        return RankExit(when, CALLED_IN_IMPORT, rank=rank)
     if returncode >= 0:
         return RankExit(when, f"exit code {returncode}", code=returncode, rank=rank)
     try:

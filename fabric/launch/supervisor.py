@@ -264,7 +264,7 @@ class Supervisor:
         for rank, code in codes.items():
             unreported = self._functions and code == 0 and rank not in self.exit_reports
             if (code or unreported) and rank not in self._failures:
-                self._failures[rank] = from_returncode(rank, code or 0, now)
+                self._failures[rank] = from_returncode(rank, code or 0, now, self._functions)
             elif code == 0 and self._joined and rank not in self._joined:
                 waits = f"finished (exit 0) before fabric.launch(), in which rank {min(self._joined)} waits"
                 self._failures.setdefault(rank, RankExit(now, waits, rank=rank))

@@ -210,3 +210,28 @@ def test_a_sequence_is_divided_in_every_kind_of_process(how, alone_with_a_sequen
     assert err == ""
     assert [line["rank"] for line in lines] == [0, 1]
     assert {line["loss"] for line in lines} == {alone_with_a_sequence["loss"]}
+
+
+NO_GUARD = """
+import sys
+from fabric import Fabric
+from fabric.strategies import DDPStrategy
+
+def train(fabric):
+    print(fabric.global_rank)
+
+strategy = DDPStrategy(start_method=sys.argv[1])
+Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(train)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_launch_without_a_guard_is_named_by_the_last_line(method, tmp_path):
+    (tmp_path / "job.py").write_text(NO_GUARD)
+    process = start([PYTHON, str(tmp_path / "job.py"), method])
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    cause = "launch() was called while a new rank imported this script. Put what starts the job under "
+    cause += '`if __name__ == "__main__":`'
+    assert cause in err.splitlines()[-1]
+    assert err.count("Traceback") == 1, "that of the process that started the ranks"

@@ -28,8 +28,9 @@ from fabric.launch.functions.openmp import pause_openmp
 from fabric.launch.garbage import forking
 from fabric.launch.launcher import Launcher
 from fabric.launch.rank_env import RankEnv, first_rank_env_of
+from fabric.launch.rank_exit import CALLED_IN_IMPORT, IMPORT_EXIT
 from fabric.launch.rank_logs import RankLogs
-from fabric.launch.signals import die_by
+from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import open_store
 from fabric.launch.supervisor import Supervisor
 from fabric.launch.system import require_posix
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     from fabric.plugins.environments.local import LocalEnvironment
 
+_RANK = "fabric-rank"
+"""Name of the process of a rank."""
 _PRELOAD = ["torch", "fabric.fabric"]
 """Modules that the fork server imports once; a second launch forks from it in about 0.1 s."""
 
@@ -83,11 +86,12 @@ class MultiprocessLauncher(Launcher):
                 f'start_method="{self.start_method}" runs a function in each rank, but launch() got none. '
                 "Move the loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
             )
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # torch calls it so, too
-            raise LaunchError(
-                "launch() was called while a new rank imported this script. Put what starts the job under "
-                '`if __name__ == "__main__":`.'
-            )
+        process = multiprocessing.current_process()
+        if getattr(process, "_inheriting", False):  # torch calls it so, too
+            if process.name == _RANK:  # its exit code is its only report yet: it has no pipe
+                flush_output()
+                os._exit(IMPORT_EXIT)
+            raise LaunchError(f"{CALLED_IN_IMPORT}.")
         require_posix()
         if self.start_method == "fork":
             _check_cuda_unused()
@@ -162,7 +166,7 @@ def _start_rank(
     default_method = multiprocessing.get_start_method(allow_none=True)
     variables = {**os.environ, **rank_env.variables(os.environ, "function")}
     task = Task(variables, call, os.getpid() if is_direct_child else None, default_method, streams)
-    process = context.Process(target=run_rank, args=(task, pipe))  # type: ignore[attr-defined]
+    process = context.Process(target=run_rank, args=(task, pipe), name=_RANK)  # type: ignore[attr-defined]
     with warnings.catch_warnings(), forking():
         # Python 3.12 warns of any fork in a process with threads; `forking` and `pause_openmp` handle these.
         message = ".*multi-threaded, use of fork"
