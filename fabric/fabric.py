@@ -24,10 +24,9 @@ from fabric.checks import (
     record_raw_iterations,
     warn_if_not_set_up,
 )
-from fabric.core.arguments import item_count, show
+from fabric.core.arguments import eager_verb, explains_arguments, item_count, show
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
 from fabric.core.slices import use_slice
-from fabric.core.verbs import eager_verb, explains_arguments
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -217,19 +216,13 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 tensor.backward(*args, **kwargs)
                 return
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             strategy.explain(error)
-            from fabric.core.advice import loss_text
+            from fabric.core.advice import backward_error
 
-            if (text := loss_text(tensor, error, args, kwargs)) is None:
+            if (explained := backward_error(tensor, error, args, kwargs)) is None:
                 raise
-            raise UsageError(text) from error
-        except TypeError as error:
-            from fabric.core.advice import backward_text
-
-            if (text := backward_text(args, kwargs)) is None:
-                raise
-            raise ArgumentTypeError(text) from error
+            raise explained from error
         finally:
             gate.open = False
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.checks import check_state
+from fabric.core.arguments import explains_arguments
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.slices import use_slice
-from fabric.core.verbs import explains_arguments
 from fabric.facts import RankFacts
 
 if TYPE_CHECKING:

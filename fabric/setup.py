@@ -21,11 +21,11 @@ from fabric.checks import (
     warn_of_batch_norm,
     warn_of_workers,
 )
+from fabric.core.arguments import explains_arguments
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import recompile
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
-from fabric.core.verbs import explains_arguments
 from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts

@@ -23,7 +23,6 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
-from fabric.utilities.conversion import convert
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.state_keys import clean_keys, fit_keys, warn_if_unloaded
 
@@ -181,6 +180,8 @@ class _FabricModule(Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        from fabric.utilities.conversion import convert
+
         move = partial(self._forward_module._apply, fn, recurse)
         self.__dict__["forward"] = convert(self.module, move, self.__dict__["forward"])
         return self

@@ -8,9 +8,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.arguments import kind_of
+from fabric.core.errors import ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from fabric.core.errors import FabricError
 
 # fmt: off
 _ATTRIBUTES = {
@@ -305,8 +308,10 @@ def loss_kind_text(given: Any) -> str:
     return f"fabric.backward needs the loss as a tensor, but got {kind_of(given)}. {advice}"
 
 
-def loss_text(loss: Any, error: Exception, args: tuple[Any, ...], given: dict[str, Any]) -> str | None:
-    """Return the error text for a backward that cannot start from `loss`; None: it is not the cause.
+def backward_error(
+    loss: Any, error: Exception, args: tuple[Any, ...], given: dict[str, Any]
+) -> FabricError | None:
+    """Return the error for a backward that torch refused; None: no argument is the cause.
 
     Args:
         loss: A tensor.
@@ -314,14 +319,22 @@ def loss_text(loss: Any, error: Exception, args: tuple[Any, ...], given: dict[st
         args: Further positional arguments of `fabric.backward`.
         given: Its keyword arguments.
     """
-    gradient = args[0] if args else given.get("gradient")
+    if isinstance(error, TypeError):
+        text = backward_text(args, given)
+        return None if text is None else ArgumentTypeError(text)
+    text = loss_text(loss, error, bool(args or given.get("gradient") is not None))
+    return None if text is None else UsageError(text)
+
+
+def loss_text(loss: Any, error: Exception, has_gradient: bool) -> str | None:
+    """Return the error text for a backward that cannot start from `loss`; None: it is not the cause."""
     if not loss.requires_grad:
         return (
             "fabric.backward got a loss that requires no gradient. It was computed under torch.no_grad() or "
             "inference_mode(), was detached, or depends on frozen parameters only. Compute it from "
             "model(batch) with gradients enabled."
         )
-    if loss.numel() != 1 and gradient is None:
+    if loss.numel() != 1 and not has_gradient:
         return (
             f"fabric.backward got a tensor of shape {list(loss.shape)}. A backward starts from one number. "
             "Write fabric.backward(loss.mean()), or pass the gradient: fabric.backward(loss, gradient)."
