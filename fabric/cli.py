@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -98,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: ([^\s=]+)", message)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            equivalent = _FOREIGN_OPTIONS.get(unknown[1])
+            equivalent = _FOREIGN_OPTIONS.get(re.sub(r"^(-\w+?)\d+$", r"\1", unknown[1]))  # -n2
             message += f". Write {equivalent}." if equivalent else f".{did_you_mean(unknown[1], known)}"
         if choice := re.search(r"invalid choice: '([^']+)'", message):
             message += f".{did_you_mean(choice[1], _COMMANDS)}"
@@ -119,8 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell with: eval "$(register-python-argcomplete fabric)"
         import_module("argcomplete").autocomplete(parser)
-    options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    if options.command is None:
+    own = [name for action in parser._actions for name in action.option_strings]
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and (given[0].endswith(".py") or (given[0][:1] == "-" and given[0] not in own)):
+        parser.error(f"{given[0]} is not a command. Write fabric run {shlex.join(given)}.")
+    options = parser.parse_args(given)
+    if options.command in (None, "help"):
         parser.print_help()
         return 0
     try:
@@ -132,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fabric", description="Minimal distributed PyTorch.")
-    parser.add_argument("--version", action="version", version=_versions())
+    parser.add_argument("-V", "--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
@@ -152,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--prefix-ranks", action="store_true", help="begin each printed line with [rank 1]")
     run.add_argument("--report", metavar="DIR", help="record the run: each rank appends its steps to a file")
     run.add_argument("--verbose", action="store_true", help="print each setting and its source")
+    commands.add_parser("help")  # prints the same as --help
     for name in ("check", "consolidate", "doctor", "report", "plan"):
         if (arguments := find_slice(f"{name} arguments")) is not None:
             arguments.add_command(commands)

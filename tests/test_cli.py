@@ -156,13 +156,15 @@ def test_ranks_of_one_machine_meet_where_the_store_listens(tmp_path, monkeypatch
 
 
 def test_the_bare_command_prints_its_help(capsys):
-    assert cli.main([]) == 0
-    assert "run a script on several processes" in capsys.readouterr().out
+    for arguments in ([], ["help"]):
+        assert cli.main(arguments) == 0
+        assert "run a script on several processes" in capsys.readouterr().out
 
 
-def test_the_versions_of_what_counts(capsys):
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_versions_of_what_counts(capsys, option):
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
+        cli.main([option])
     assert re.fullmatch(r"torch-fabric \S+.*, torch \S+, Python \S+\n", capsys.readouterr().out)
 
 
@@ -179,6 +181,10 @@ def test_the_versions_of_what_counts(capsys):
         (["run", "--devics", "2", "x.py"], "unrecognized arguments: --devics. Did you mean '--devices'?"),
         (["check", "--stps=3", "x.py"], "unrecognized arguments: --stps=3. Did you mean '--steps'?"),
         (["run", "--nothing", "x.py"], "unrecognized arguments: --nothing.\n"),
+        (["run", "-n2", "x.py"], "unrecognized arguments: -n2. Write --devices."),
+        (["train.py", "--lr", "1"], "train.py is not a command. Write fabric run train.py --lr 1.\n"),
+        (["--devices", "2", "x.py"], "--devices is not a command. Write fabric run --devices 2 x.py.\n"),
+        (["--devices=2", "x.py"], "Write fabric run --devices=2 x.py.\n"),
     ],
 )
 def test_wrong_usage_says_what_to_write(capsys, arguments, text):

@@ -1,5 +1,5 @@
-"""Decorators of the methods of `Fabric` that explain wrong arguments; checks of flags, paths, groups, limits and
-numbers of items, before any change.
+"""Decorators of the methods of `Fabric` that explain wrong arguments; checks of flags, paths, groups, limits
+and numbers of items, before any change.
 """
 
 from __future__ import annotations
