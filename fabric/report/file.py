@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.source import library_frames
 from fabric.report.format import FILE_NAME, STEP, pack_header, read_from
 from fabric.utilities.cloud_io import local_path
 
@@ -121,7 +122,9 @@ class RankFile:
             self.close()
             text = f"The report ends here, and the run goes on: {self.path} cannot be written ({error})."
             with suppress(Warning):  # also where warnings are errors
-                warnings.warn(f"{text} Free space on its disk before the next run.", stacklevel=2)
+                warnings.warn(
+                    f"{text} Free space on its disk before the next run.", stacklevel=library_frames() + 1
+                )
 
     def close(self) -> None:
         """Close the file; later records are dropped."""

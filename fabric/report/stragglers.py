@@ -13,6 +13,7 @@ from contextlib import suppress
 from statistics import median_low
 from typing import Any, NamedTuple
 
+from fabric.core.source import library_frames
 from fabric.report.format import KINDS
 
 STEPS = 100
@@ -108,5 +109,6 @@ class Stragglers:
                 text = f"{one} (of the median's seconds outside of communication, in {STEPS} steps)."
                 with suppress(Warning):  # also where warnings are errors: on one rank only
                     warnings.warn(
-                        f"{text} The other ranks wait for it. Shown once per rank and cause.", stacklevel=2
+                        f"{text} The other ranks wait for it. Shown once per rank and cause.",
+                        stacklevel=library_frames() + 1,
                     )

@@ -63,8 +63,7 @@ def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> None:
         fix = f"fabric.load(path, {{{names[0]!r}: model}})" if nested else f"{missing[0]!r} for {names[0]!r}"
         rank_zero_warn(
             f"0 of {len(missing)} tensors loaded. The names in the state dict ({names[0]!r}, ...) are none "
-            f"of the model's ({missing[0]!r}, ...). Write {fix}.",
-            stacklevel=6,
+            f"of the model's ({missing[0]!r}, ...). Write {fix}."
         )
 
 

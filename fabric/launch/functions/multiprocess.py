@@ -23,6 +23,7 @@ from torch.distributed import default_pg_timeout
 
 from fabric.core.errors import LaunchError
 from fabric.core.pickles import pickling_error
+from fabric.core.source import library_frames
 from fabric.launch.functions.child import Task, run_rank
 from fabric.launch.functions.openmp import pause_openmp
 from fabric.launch.garbage import forking
@@ -183,7 +184,7 @@ def _prepare_fork(threads: int) -> None:
             f"The OpenMP runtime of this torch cannot be paused, so forked ranks with {threads} threads may "
             "hang once this process has computed anything. If they do, set OMP_NUM_THREADS=1 or use "
             "forkserver.",
-            stacklevel=5,
+            stacklevel=library_frames() + 1,
         )
 
 
