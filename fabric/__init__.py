@@ -1,5 +1,6 @@
 """The public names of `fabric`. They load lazily: `import fabric` does not import torch."""
 
+import os
 from typing import TYPE_CHECKING
 
 from fabric.core.lazy import lazy_exports
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 check_floor()
+if "FABRIC_REPORT_FD" in os.environ:  # a rank of `fabric run`: errors before Fabric(...) are reported, too
+    from fabric.launch.parent_death import report_to_supervisor
+
+    report_to_supervisor()
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from operator import contains, delitem, getitem, setitem
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
-from fabric.utilities.init import name_of, names_of_owners
+from fabric.utilities.init import NeedsJob, name_of, names_of_owners
 from fabric.utilities.state_keys import clean_keys, fit_keys, warn_if_unloaded
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class _FabricModule(Module):
         original = original_module if original_module is not None else forward_module
         super().__init__()
         own = self.__dict__
+        own["_fabric_job"] = NeedsJob(forward_module)  # the first entry, so that it is unpickled first
         own["_forward_module"] = forward_module  # not in _modules: children are those of the user's module
         own["_strategy"] = strategy
         # The module that the layout wrapped. Methods other than forward run uncompiled, synchronised by it.
@@ -182,8 +183,7 @@ class _FabricModule(Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         from fabric.utilities.conversion import convert
 
-        move = partial(self._forward_module._apply, fn, recurse)
-        self.__dict__["forward"] = convert(self.module, move, self.__dict__["forward"])
+        convert(self, fn, recurse)
         return self
 
     def named_modules(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import re
@@ -320,6 +321,24 @@ def test_a_function_that_returns_a_model_of_its_job():
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
     with pytest.raises(LaunchError, match=r"Return model.module or its state_dict\(\)"):
         fabric.launch(model_of_the_job)
+
+
+def saved_whole(path):
+    fabric = Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy="ddp")
+    fabric.launch()
+    model = fabric.setup(nn.Linear(2, 2))
+    if fabric.is_global_zero:
+        torch.save(model, path)
+    return copy.deepcopy(model).weight.shape, pickle.loads(pickle.dumps(model)).weight.shape
+
+
+def test_a_model_that_was_pickled_whole_is_loaded_outside_of_its_job(ranks, fabric, tmp_path):
+    for shapes in ranks.run(saved_whole, f"{tmp_path}/model.pt", world_size=2):
+        assert shapes == ((2, 2), (2, 2))
+    with pytest.raises(UsageError, match=r"Write torch\.save\(model\.module, path\) there, or fabric\.save"):
+        torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.save(fabric.setup(nn.Linear(2, 2)), tmp_path / "alone.pt")
+    assert torch.load(tmp_path / "alone.pt", weights_only=False).weight.shape == (2, 2)
 
 
 def test_the_last_line_says_what_to_write():

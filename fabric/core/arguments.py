@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=type)
 _STATE = '{"model": model}'
 _PATHS = {
-    "Fabric": 'Fabric(report="report")',
     "fabric.save": f"fabric.save(path, {_STATE})",
     "fabric.load": f"fabric.load(path, {_STATE})",
     "fabric.load_raw": "fabric.load_raw(path, model)",
@@ -99,11 +98,6 @@ def _check_path(verb: str, name: str, value: Any) -> None:
         raise ConfigurationError(f'{verb}: the path is empty. Write {verb}("checkpoint.pt", state).')
 
 
-def _check_optional_path(verb: str, name: str, value: Any) -> None:
-    if value is not None:
-        _check_path(verb, name, value)
-
-
 def _check_label(verb: str, name: str, value: Any) -> None:
     if value is not None and not isinstance(value, str | Real):
         raise ArgumentTypeError(f'{verb}: {name}={kind_of(value)} is not a text. Write {name}="epoch 0".')
@@ -120,7 +114,6 @@ CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "bool": _check_flag,
     "bool | None": _check_flag,
     "PathLike": _check_path,
-    "PathLike | None": _check_optional_path,
     "enabled": _check_truth,
     "workers": _check_truth,
     "group": _check_group,

@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-def convert(module: Module, apply: Callable[[], Any], forward: Any) -> Any:
-    """Call `apply`, which moves or converts the tensors of `module`; return the forward to use afterwards.
+def convert(model: Any, function: Callable[[Any], Any], recurse: bool) -> None:
+    """Move or convert the tensors of a model that is set up, and keep a forward that explains errors of it.
 
     Args:
-        module: The user's module.
-        apply: Changes its tensors.
-        forward: The forward of the wrapper.
+        model: What `fabric.setup` returned.
+        function: Moves or converts one tensor.
+        recurse: Whether it is called with the tensors of submodules, too.
 
     Raises:
         UsageError: The tensors cannot be moved there (a device that is not there).
     """
+    module, own = model.module, model.__dict__
     before = _kind_of(module)
     try:
-        apply()
+        own["_forward_module"]._apply(function, recurse)
     except UsageError:
         raise
     except (AssertionError, RuntimeError) as error:
@@ -39,11 +40,11 @@ def convert(module: Module, apply: Callable[[], Any], forward: Any) -> Any:
             f"{name_of(module)} cannot be moved or converted like this: {reason}. fabric.setup has placed it "
             f"on {before[1]}. Delete the call, and choose the device by Fabric(accelerator=...)."
         ) from error
-    plan = forward
-    if isinstance(forward, ConvertedForward):
-        before, plan = forward.original, forward.plan
+    plan = own["forward"]
+    if isinstance(plan, ConvertedForward):
+        before, plan = plan.original, plan.plan
     now = _kind_of(module)
-    return plan if now == before else ConvertedForward(plan, before, now, name_of(module))
+    own["forward"] = plan if now == before else ConvertedForward(plan, before, now, name_of(module))
 
 
 def _kind_of(module: Module) -> tuple[torch.dtype, torch.device]:

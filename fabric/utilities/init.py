@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -81,3 +82,28 @@ def names_of_owners(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
     """Return `model 0 (Actor), model 2 (Critic)`: the names of models that have any of the parameters."""
     ids = {id(parameter) for parameter in parameters}
     return ", ".join([name_of(model) for model in models if not ids.isdisjoint(map(id, model.parameters()))])
+
+
+class NeedsJob:
+    """An entry of a pickled model that raises an error if the process group of its DDP is missing.
+
+    Args:
+        forward_module: What runs the forwards of the model.
+    """
+
+    def __init__(self, forward_module: Any) -> None:
+        self.needs_group = isinstance(forward_module, DistributedDataParallel)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_needs_job, (self.needs_group,)
+
+
+def _unpickle_needs_job(needs_group: bool) -> NeedsJob:
+    if needs_group and not torch.distributed.is_initialized():
+        raise UsageError(
+            "This model was pickled in a job of several ranks, whose process group ended with it. Write "
+            'torch.save(model.module, path) there, or fabric.save(path, {"model": model}).'
+        )
+    found = NeedsJob(None)
+    found.needs_group = needs_group
+    return found

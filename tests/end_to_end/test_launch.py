@@ -235,3 +235,11 @@ def test_a_launch_without_a_guard_is_named_by_the_last_line(method, tmp_path):
     cause += '`if __name__ == "__main__":`'
     assert cause in err.splitlines()[-1]
     assert err.count("Traceback") == 1, "that of the process that started the ranks"
+
+
+def test_an_error_before_fabric_is_named_by_the_last_line(tmp_path):
+    (tmp_path / "job.py").write_text("from fabric import Fabric\n\nraise ValueError('boom')\n")
+    process = start([PYTHON, "-m", "fabric", "run", "--devices=2", str(tmp_path / "job.py")])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "failed first: ValueError: boom (job.py:3)" in err.splitlines()[-1]

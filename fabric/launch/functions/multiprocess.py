@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import default_pg_timeout
 
-from fabric.core.errors import LaunchError
+from fabric.core.errors import LaunchError, UsageError
 from fabric.core.pickles import pickling_error
 from fabric.core.source import library_frames
 from fabric.launch.functions.child import Task, run_rank
@@ -199,7 +199,7 @@ def _unpickle_result(result: bytes) -> Any:
     """
     try:
         return pickle.loads(result)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         if "process group" not in str(error):
             raise
         raise LaunchError(
