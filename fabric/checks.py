@@ -27,9 +27,10 @@ from torch.utils.data import (
 )
 
 from fabric.core._torch import BatchNorm, is_underway
-from fabric.core.arguments import check_limits, kind_of
+from fabric.core.arguments import check_limits
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.messages import kind_of
 from fabric.core.tree import flatten
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning

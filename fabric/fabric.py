@@ -24,8 +24,9 @@ from fabric.checks import (
     record_raw_iterations,
     warn_if_not_set_up,
 )
-from fabric.core.arguments import eager_verb, explains_arguments, item_count, show
+from fabric.core.arguments import eager_verb, explains_arguments, item_count
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
+from fabric.core.messages import show
 from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fabric.core.arguments import explains_arguments, kind_of
+from fabric.core.arguments import explains_arguments
 from fabric.core.errors import ArgumentTypeError, NoLoggerError, UsageError
+from fabric.core.messages import kind_of
 from fabric.core.slices import use_slice
 from fabric.utilities.rank_zero import rank_zero_warn
 

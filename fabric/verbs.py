@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checks import metrics_among, warn_of_no_logger
-from fabric.core.arguments import collective, explains_arguments, kind_of, show
+from fabric.core.arguments import collective, explains_arguments
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.messages import kind_of, show
 from fabric.core.slices import use_slice
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts

@@ -7,8 +7,8 @@ import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.arguments import kind_of
 from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.messages import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

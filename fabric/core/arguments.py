@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.messages import kind_of, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -32,17 +33,6 @@ _PATHS = {
     "fabric.profile": 'fabric.profile("trace")',
 }
 """What to write, by verb with a path."""
-
-
-def kind_of(value: Any) -> str:
-    """Return the name of a value's class; of what `fabric.setup` returned, the name of the user's class."""
-    own = getattr(value, "__dict__", {})
-    return type(own.get("_fabric_original", own.get("_fabric_inner", value))).__name__
-
-
-def show(value: Any) -> str:
-    """Return a number, text or None as it is written, and the class of anything else."""
-    return f"{value!r:.60}" if value is None or isinstance(value, Real | str) else kind_of(value)
 
 
 def check_arguments(
@@ -161,34 +151,35 @@ def _explained(method: Any, verb: str, *, needs_launch: bool = False, is_eager: 
     One frame for all of it: these methods are called in each step.
     """
     inner = inspect.unwrap(method)
-    names = inner.__code__.co_varnames[1 : inner.__code__.co_argcount]
+    names = inner.__code__.co_varnames[: inner.__code__.co_argcount]  # with `self`
     checks = {
         name: CHECKS[key]
         for name, kind in inner.__annotations__.items()
         for key in (kind, name, f"{name}: {kind}")
         if key in CHECKS
     }
-    # Without keywords, and with no more positional arguments than this, nothing is checked.
+    checked = checks.keys()
+    # With no more positional arguments than this, and no keyword of `checked`, nothing is checked.
     unchecked = next((i for i, name in enumerate(names) if name in checks), sys.maxsize)
     plain: Any = None
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal plain
-        if needs_launch and not self._launched:
-            self._require_launch(f"{method.__name__}()")
+        if needs_launch and not args[0]._launched:
+            args[0]._require_launch(f"{method.__name__}()")
         try:
-            if kwargs or len(args) > unchecked:
+            if len(args) > unchecked or (kwargs and not checked.isdisjoint(kwargs)):
                 check_arguments(verb, checks, (*zip(names, args, strict=False), *kwargs.items()))
             if not is_eager or "torch._dynamo" not in sys.modules:
-                return method(self, *args, **kwargs)
+                return method(*args, **kwargs)
             if plain is None:
                 import torch
 
                 plain = torch.compiler.disable(method)
-            return plain(self, *args, **kwargs)
+            return plain(*args, **kwargs)
         except TypeError:
-            explain_arguments(verb, method, (self, *args), kwargs)
+            explain_arguments(verb, method, args, kwargs)
             raise
 
     call.explains_arguments = True  # type: ignore[attr-defined]

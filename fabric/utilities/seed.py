@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.arguments import show
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.lazy import lazy_names
+from fabric.core.messages import show
 from fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
