@@ -395,7 +395,7 @@ def anothers_parameters(fabric):
 
 SETUP = {
     twice_a_model: (ConfigurationError, ["this Linear is set up already", "once"]),
-    twice_a_model_alone: (ConfigurationError, ["fabric.setup:", "this Linear is set up already"]),
+    twice_a_model_alone: (ConfigurationError, ["fabric.setup_module:", "this Linear is set up already"]),
     twice_an_optimizer: (ConfigurationError, ["this SGD is set up already"]),
     twice_a_loader: (ConfigurationError, ["DataLoader is set up already"]),
     the_same_optimizer: (ConfigurationError, ["same optimizer was passed twice"]),

@@ -111,8 +111,8 @@ def _check_window(window: dict[str, Any], ranks: Any, world: int) -> None:
     if not is_window or not window["active"] or not is_choice:
         text = ", ".join([f"{name}={value}" for name, value in {"ranks": ranks, **window}.items()])
         raise ConfigurationError(
-            f"fabric.profile: {text}. Give steps of 0 or more, active=1 or more, and ranks=[0], a list of "
-            f"ranks from 0 to {world - 1}."
+            f"fabric.profile: {text}. Give steps of 0 or more, active=1 or more, and a list of ranks of "
+            f"0 to {world - 1}."
         )
 
 
