@@ -71,7 +71,7 @@ class _FabricModule(Module):
         original = original_module if original_module is not None else forward_module
         super().__init__()
         own = self.__dict__
-        own["_fabric_job"] = NeedsJob(forward_module)  # the first entry, so that it is unpickled first
+        own["_fabric_job"] = NeedsJob(type(forward_module).__name__ == "DistributedDataParallel")
         own["_forward_module"] = forward_module  # not in _modules: children are those of the user's module
         own["_strategy"] = strategy
         # The module that the layout wrapped. Methods other than forward run uncompiled, synchronised by it.

@@ -145,3 +145,10 @@ class _RecordingForward:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.calls.record(args, kwargs)
         return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of, (self.call,)  # copies and pickled models have the forward without the record
+
+
+def _forward_of(call: Any) -> Any:
+    return call

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -84,26 +83,21 @@ def names_of_owners(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -
     return ", ".join([name_of(model) for model in models if not ids.isdisjoint(map(id, model.parameters()))])
 
 
-class NeedsJob:
-    """An entry of a pickled model that raises an error if the process group of its DDP is missing.
+class NeedsJob(int):
+    """Whether a model has DDP around it. The first entry of its wrapper, so that it is unpickled before DDP.
 
-    Args:
-        forward_module: What runs the forwards of the model.
+    Raises:
+        UsageError: When it is unpickled: there is no process group.
     """
 
-    def __init__(self, forward_module: Any) -> None:
-        self.needs_group = isinstance(forward_module, DistributedDataParallel)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_needs_job, (self.needs_group,)
+        return _unpickle_needs_job, (int(self),)
 
 
-def _unpickle_needs_job(needs_group: bool) -> NeedsJob:
+def _unpickle_needs_job(needs_group: int) -> NeedsJob:
     if needs_group and not torch.distributed.is_initialized():
         raise UsageError(
             "This model was pickled in a job of several ranks, whose process group ended with it. Write "
             'torch.save(model.module, path) there, or fabric.save(path, {"model": model}).'
         )
-    found = NeedsJob(None)
-    found.needs_group = needs_group
-    return found
+    return NeedsJob(needs_group)
