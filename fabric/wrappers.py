@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from copy import deepcopy
 from functools import cache
-from operator import contains, delitem, getitem, setitem
+from operator import attrgetter, contains, delitem, getitem, setitem
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -400,10 +400,6 @@ class _FabricOptimizer:
         return sorted({*object.__dir__(self), *dir(self.optimizer)})
 
 
-def _inner_attribute(name: str) -> property:
-    return property(lambda view: getattr(view.__dict__["_fabric_inner"], name))
-
-
 def _inner_method(name: str) -> property:
     def bound(view: Any) -> Any:
         inner = view.__dict__["_fabric_inner"]
@@ -417,7 +413,7 @@ def _view_type(kind: type) -> type:
     """Return the class of views of optimizers of class `kind`; one per class, so that types compare equal."""
     names = {*dir(kind), "param_groups", "state", "defaults"}
     # Properties for all names of the class: the inner instance may override any of them.
-    members = {name: _inner_attribute(name) for name in names if not name.startswith("__")}
+    members = {name: property(attrgetter(f"_fabric_inner.{name}")) for name in names if name[:2] != "__"}
     for name in members.keys() - {*dir(torch.optim.Optimizer)}:
         if isinstance(getattr(kind, name, None), FunctionType):
             members[name] = _inner_method(name)
