@@ -153,8 +153,6 @@ def test_a_forward_after_another_dtype_or_the_meta_device_explains_itself(move):
 @pytest.mark.parametrize("move", ["cuda()", "to('cuda')", "to('cuda:1')"])
 def test_a_device_that_is_not_there(move):
     model = Fabric(accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
-    with pytest.raises(
-        UsageError, match=r"placed it on cpu\. Delete the call, and choose"
-    ):
+    with pytest.raises(UsageError, match=r"placed it on cpu\. Delete the call, and choose"):
         eval(f"model.{move}", {"model": model})
     assert model(torch.ones(2)).device.type == "cpu"
