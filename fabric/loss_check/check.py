@@ -12,7 +12,7 @@ from fabric.core.parts import Part
 from fabric.loss_check.compare import compare_first_steps
 from fabric.loss_check.in_place import watch_sum
 from fabric.loss_check.messages import warn_of_last_batch
-from fabric.loss_check.record import NUM_BACKWARDS, FirstSteps
+from fabric.loss_check.record import FirstSteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,9 +80,9 @@ class LossCheck(Part):
                 self._first.watch_mean(tensor, label)
 
     def _compare(self) -> None:
-        """Compare the first steps after the second synchronised backward. All ranks must call this."""
+        """Compare the first steps when they are recorded. All ranks must call this."""
         self._backwards += 1
-        if self._backwards < NUM_BACKWARDS or self._first is None:
+        if self._first is None or self._backwards < self._first.num_backwards:
             return
         self._first.finish()
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.loss_check.in_place import compare_mean_gradients
 from fabric.loss_check.messages import warn_of_same, warn_of_sum, warn_of_unequal, warn_of_weights
-from fabric.loss_check.record import MAX_CALLS, NUM_BACKWARDS
+from fabric.loss_check.record import MAX_CALLS, NUM_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> None:
     """Compare the first steps of all ranks, and warn if averaged gradients differ from those of one process.
-    All ranks must call this, after the second synchronised backward or later.
+    All ranks must call this, after `first.num_backwards` synchronised backwards.
 
-    Compared are rows of all models, the weight of an item in two losses, the batches, and gradients of means
+    Compared are rows of all models, the weight of an item in each loss, the batches, and gradients of means
     in place.
 
     Args:
@@ -48,7 +48,7 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
     if None in values or not all([of_rank == values for of_rank in values_by_rank]):
         return  # losses of equal batches may differ on purpose: drawn actions, another loss per rank
     for calls, by_rank in zip(first.calls, zip(*digests_by_rank, strict=True), strict=True):
-        if len({*by_rank[0]}) == NUM_BACKWARDS and all([of_rank == by_rank[0] for of_rank in by_rank]):
+        if len({*by_rank[0]}) == NUM_CALLS and all([of_rank == by_rank[0] for of_rank in by_rank]):
             warn_of_same(calls.name, replicas)
 
 

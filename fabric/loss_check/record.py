@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NUM_BACKWARDS = 2
-"""Synchronised backwards whose calls are recorded. Two, since a loop that trains on one batch only has equal
+NUM_CALLS = 2
+"""Calls of each model whose batches are compared. Two, since a loop that trains on one batch only has equal
 batches on all ranks, in both.
 """
+_MAX_MODELS = 4
+"""Largest number of models for whose calls the record waits."""
 MAX_CALLS = 64
 """Largest number of calls whose rows are recorded."""
 _MAX_MEANS = 64
@@ -40,12 +42,19 @@ class FirstSteps:
         self.calls: list[FirstCalls] = []
         """The first calls of each model, in the order of setup."""
         self.losses: list[list[Term]] = []
-        """The terms of the first two losses; none if one is unknown."""
+        """The terms of the first losses; none if one is unknown."""
         self.values: list[Any] = []
-        """The first two losses; None: no scalar."""
+        """The first losses; None: no scalar."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
         """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
         add_backward_listener(self)
+
+    @property
+    def num_backwards(self) -> int:
+        """The number of synchronised backwards to record: two for each model, because each may have its own
+        loss in a step.
+        """
+        return NUM_CALLS * min(len(self.calls), _MAX_MODELS)
 
     def add_model(self, wrapped: Any) -> None:
         """Record the first calls of a model, as `fabric.setup` returns it."""
@@ -61,7 +70,7 @@ class FirstSteps:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
-        if self.active and len(self.losses) < NUM_BACKWARDS:
+        if self.active and len(self.losses) < self.num_backwards:
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
         run(tensors, *args, **kwargs)
@@ -117,7 +126,7 @@ class FirstCalls:
         plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | int | float | str | None)]
         known = not (sharded_iterations or others or in_function_transform())
-        if known and len(self.digests) < NUM_BACKWARDS and any([leaf.numel() > 1 for leaf in plain]):
+        if known and len(self.digests) < NUM_CALLS and any([leaf.numel() > 1 for leaf in plain]):
             self.digests.append(digest_of(plain))
 
     def restore_forward(self) -> None:
