@@ -39,6 +39,10 @@ class FirstSteps:
     def __init__(self) -> None:
         self.active = True
         """Whether calls, losses and gradients are recorded now."""
+        self.awaits_loss = True
+        """Whether a model was called after the last recorded loss. Other losses are not of these models, and
+        ranks may have different numbers of them. True also if no call is known: `torch.compile` hides calls.
+        """
         self.calls: list[FirstCalls] = []
         """The first calls of each model, in the order of setup."""
         self.losses: list[list[Term]] = []
@@ -70,7 +74,8 @@ class FirstSteps:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
-        if self.active and len(self.losses) < self.num_backwards:
+        if self.active and self.awaits_loss and len(self.losses) < self.num_backwards:
+            self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
         run(tensors, *args, **kwargs)
@@ -116,7 +121,12 @@ class FirstCalls:
     def record(self, args: Any, kwargs: Any) -> None:
         """Record a call, unless enough are recorded."""
         steps = self._steps()
-        if steps is None or not steps.active or len(self.sizes) == MAX_CALLS:
+        if steps is None or not steps.active:
+            return
+        if not any([calls.sizes for calls in steps.calls]):
+            steps.losses, steps.values = [], []  # of backwards before the first call
+        steps.awaits_loss = True
+        if len(self.sizes) == MAX_CALLS:
             return
         leaves = flatten((args, kwargs))[0]
         shape = next((shape for leaf in leaves if (shape := getattr(leaf, "shape", ()))), ())
