@@ -43,8 +43,9 @@ class Exchange:
     hooks: dict[str, list[Callable[..., Any]]]
     """{name of a hook of `Part`: methods of the parts that override it}."""
     facts_part: Any = None
-    reducing: Callable[..., None] | None = None
     """The part whose `facts` each call check compares, or None."""
+    reducing: Callable[..., None] | None = None
+    """`Part.reducing` of the strategy's parts; None: no part overrides it."""
     process_group: Any | None = None
     """The process group of the strategy's ranks; None: all ranks of the job."""
 
