@@ -104,14 +104,14 @@ class Part:
         setup.
         """
 
-    def synchronised(self, modules: Collection[Module], only: list[Tensor] | None = None) -> None:
+    def synchronised(self, modules: Collection[Module] | None, only: list[Tensor] | None = None) -> None:
         """Run after gradients were synchronised. All ranks must call this.
 
         It runs after the backward, under FSDP at the next step, under local SGD after a round.
 
         Args:
-            modules: The user's modules that have these gradients; none: those of free parameters, which
-                belong to no model.
+            modules: The user's modules that have these gradients. None: the gradients are those of free
+                parameters, which belong to no model.
             only: The parameters that were synchronised; None: all.
         """
 

@@ -222,30 +222,30 @@ class ReplicaCheck(Part):
 
     # values
 
-    def synchronised(self, modules: Collection[Module], only: list[Tensor] | None = None) -> None:
+    def synchronised(self, modules: Collection[Module] | None, only: list[Tensor] | None = None) -> None:
         """Count a backward (local SGD: a round) that synchronised these models. All ranks must call this.
 
         Raises:
             ReplicasDivergedError: A check was due, and the ranks differ.
         """
-        held = {self._tracked[module]: module for module in modules if module in self._tracked}
-        if held or any([self._is_shared(module) for module in modules]):
+        held = {self._tracked[module]: module for module in modules or () if module in self._tracked}
+        if held or any([self._is_shared(module) for module in modules or ()]):
             self._trains_models = True
-        elif modules or self._trains_models:  # steps of models compare free parameters, too
+        elif modules is not None or self._trains_models:  # steps of models compare free parameters, too
             return
         if not self._every:
             return
         self.backwards += 1
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
-            names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules)])
-            names = names or "free parameters"
-            label = f"replica check after backward {self.backwards}, of {names}"
-            # Only buffers of these models: a forward may have changed buffers of other models, which the next
-            # backward of those models makes equal.
-            buffers = [tracked for tracked, module in held.items() if module.training]
+            names = [tracked.name for tracked in held] or [*map(name_of, modules or ())]
+            label = f"replica check after backward {self.backwards}, of "
+            label += ", ".join(names) or "free parameters"
+            # Buffers of other models, which a forward may have changed, differ until their next backward.
+            after_backward = self._strategy.layout.syncs_in_backward
+            buffers = [tracked for tracked, module in held.items() if module.training and after_backward]
             self.compare(label, buffers=buffers, only=only)
-        for listener in [*self.backward_listeners] if modules else ():
+        for listener in () if modules is None else [*self.backward_listeners]:
             listener()
 
     def _is_shared(self, module: Module) -> bool:

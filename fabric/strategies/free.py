@@ -66,7 +66,7 @@ class FreeParameters:
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
             layout = self._layout()
             if layout is not None and layout.after_sync is not None and layout.traits.lockstep:
-                layout.after_sync(())
+                layout.after_sync(None)
 
     def after_nested_pass(self) -> None:
         """Do nothing: gradients are averaged at the end of the outermost pass."""

@@ -46,6 +46,8 @@ class Layout(Part):
     """Ranks with the same key hold the same tensors of the model."""
     after_sync: Callable[..., None] | None = None
     """`Part.synchronised` of the strategy's parts; None: no part overrides it."""
+    syncs_in_backward = True
+    """Whether `after_sync` is called in backwards. Before a step a forward may have changed buffers again."""
     gate: Any = None
     """The strategy's `BackwardGate`, open while `fabric.backward` runs."""
     collective_backward = False

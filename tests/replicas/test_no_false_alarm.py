@@ -68,8 +68,23 @@ def evaluated_before_backward(strategy, _):
         optimizer.step()
 
 
+def forward_before_step(strategy, two_models):
+    """A forward in training mode between a backward and its step, as for a metric of the batch."""
+    torch.manual_seed(0)
+    fabric, x, (model, optimizer) = started(strategy, normalised(1))
+    other = fabric.setup(normalised(1)) if two_models else None
+    for _ in range(4):
+        optimizer.zero_grad()
+        fabric.backward(model(x).pow(2).mean())
+        if other is not None:
+            fabric.backward(other(x).pow(2).mean())
+        with torch.no_grad():
+            model(x + 1)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("loop", [gan, mean_teacher, evaluated_before_backward])
+@pytest.mark.parametrize("loop", [gan, mean_teacher, evaluated_before_backward, forward_before_step])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_batch_norm_of_a_model_that_the_backward_leaves_alone(ranks, loop, strategy, flag):
     ranks.run(loop, strategy, flag, world_size=3 if strategy == "ddp" else 2)

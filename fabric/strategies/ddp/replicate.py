@@ -328,8 +328,9 @@ class Replicate(Layout):
             state = self._replicas[replica]
             if replica.training and state.received_grad and state.buffers is not None:
                 broadcast_buffers([state.buffers], self.channel)
-        if self.after_sync is not None and syncing and self.traits.lockstep:
-            self.after_sync([replica.module for replica in syncing if self._replicas[replica].received_grad])
+        modules = [replica.module for replica in syncing if self._replicas[replica].received_grad]
+        if self.after_sync is not None and modules and self.traits.lockstep:  # none: on this rank alone
+            self.after_sync(modules)
 
     def _update_unsynced(self, before: list[tuple[ReplicaState, list[Any]]]) -> None:
         """Unmark the replicas whose gradients the backward averaged; remove the listener if none is left."""

@@ -275,4 +275,4 @@ class LocalSteps(Layout):
             held.begin_next(parameters_of(optimizer))
         if self.after_sync is not None:
             ended = [m for m in self._modules if not parameters.keys().isdisjoint(m.parameters())]
-            self.after_sync(ended, [p for p in parameters if _has_mean(p)])
+            self.after_sync(ended or None, [p for p in parameters if _has_mean(p)])

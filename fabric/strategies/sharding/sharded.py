@@ -49,13 +49,13 @@ class FSDP2Runtime(DTensorLayout):
     memory, and costs a reduction per backward of an accumulation.
     """
 
+    syncs_in_backward = False
+
     def __init__(self) -> None:
         super().__init__()
         self.passed = 0
         """Checksum of the calls of groups with gradients, and of backwards, since the last step."""
         self._reached: set[int] = set()
-        self._last_reached: set[int] = set()
-        """Ids of the models whose buffers the last backward broadcast."""
         self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
     def join(self, strategy: Any) -> None:
@@ -117,8 +117,7 @@ class FSDP2Runtime(DTensorLayout):
                 ) from error
             raise
         finally:
-            self._last_reached = reached = self._reached
-            self._reached = set()
+            reached, self._reached = self._reached, set()
             self.collective_backward = getattr(self.gate, "open", False) or bool(reached)
         models = [self._buffers[model] for model in self.models() if id(model) in reached]
         broadcast_buffers(models, self.channel)
@@ -235,10 +234,7 @@ class FSDP2Runtime(DTensorLayout):
         self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {text}"))
         if self.after_sync is not None:
             stepped = {*held}
-            models = [m for m in self.models() if not stepped.isdisjoint(m.parameters())]
-            # Buffers that a training forward without a backward changed differ until the next backward.
-            equal = [m for m in models if not self._buffers[m].synced or id(m) in self._last_reached]
-            self.after_sync(equal or models)
+            self.after_sync([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
 
 
 def _check_strides(name: str, parameter: Any) -> None:
