@@ -92,7 +92,7 @@ class LossCheck(Part):
 
     def epoch_ended(self, begun: Any, uneven_rows: int) -> None:
         """Warn once of a last batch that ranks could not share equally."""
-        if uneven_rows and not self._ignores_rows:
+        if uneven_rows and self._compares and not self._ignores_rows:
             self._ignores_rows = True
             warn_of_last_batch(uneven_rows, self._strategy)
 

@@ -11,12 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
+from fabric.strategies import LocalSGDStrategy
 from fabric.utilities.warnings import RanksDifferWarning
 
 
-def warned(rows, loader=None, setup=None, *, train=True, normalize=False, epochs=2):
-    """The texts of the warnings of this rank."""
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size())
+def warned(rows, loader=None, setup=None, *, train=True, normalize=False, epochs=2, local=False):
+    """The texts of the warnings of this rank; `local`: ranks train independently, a round is one step."""
+    strategy = LocalSGDStrategy(sync_every=1) if local else "auto"
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     model = nn.Linear(4, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -65,6 +67,7 @@ def test_a_rest_smaller_than_the_ranks_is_counted_with_the_batch_that_takes_it(r
         (13, {"train": "whole batches"}),  # the last one has 3 and 2 rows
         (15, {"normalize": True}),
         (15, {"epochs": 0}),
+        (15, {"local": True}),
     ],
 )
 def test_nothing_is_warned_of_where_it_is_right_or_chosen(ranks, rows, kwargs):
