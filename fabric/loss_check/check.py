@@ -12,12 +12,13 @@ from fabric.core.parts import Part
 from fabric.loss_check.compare import compare_first_steps
 from fabric.loss_check.in_place import watch_sum
 from fabric.loss_check.messages import warn_of_last_batch
-from fabric.loss_check.record import FirstSteps
+from fabric.loss_check.record import MAX_LOSSES, NUM_CALLS, FirstSteps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch import Tensor
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from fabric.collectives.channel import Channel
@@ -43,6 +44,9 @@ class LossCheck(Part):
         self._compares = compares
         self._first: FirstSteps | None = None
         self._replica_check: Any = None
+        self._trained: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._num_losses = 0
+        """Number of these backwards that were the first one of a module."""
         self._backwards = 0
         """Number of backwards that synchronised models, until they are compared."""
         self._ignores_rows = False
@@ -79,10 +83,14 @@ class LossCheck(Part):
             elif self._first is not None and channel is self._strategy.channel():
                 self._first.watch_mean(tensor, label)
 
-    def _compare(self) -> None:
+    def _compare(self, modules: Collection[Module]) -> None:
         """Compare the first steps when they are recorded. All ranks must call this."""
         self._backwards += 1
-        if self._first is None or self._backwards < self._first.num_backwards:
+        new = [module for module in modules if module not in self._trained]
+        self._trained.update(new)
+        self._num_losses += bool(new)
+        # Two for each loss of a step.
+        if self._first is None or self._backwards < NUM_CALLS * min(self._num_losses, MAX_LOSSES):
             return
         self._first.finish()
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> None:
     """Compare the first steps of all ranks, and warn if averaged gradients differ from those of one process.
-    All ranks must call this, after `first.num_backwards` synchronised backwards.
+    All ranks must call this, after the same number of synchronised backwards.
 
     Compared are rows of all models, the weight of an item in each loss, the batches, and gradients of means
     in place.

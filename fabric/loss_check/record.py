@@ -25,8 +25,8 @@ NUM_CALLS = 2
 """Calls of each model whose batches are compared. Two, since a loop that trains on one batch only has equal
 batches on all ranks, in both.
 """
-_MAX_MODELS = 4
-"""Largest number of models for whose calls the record waits."""
+MAX_LOSSES = 4
+"""Largest number of losses of a step that are recorded twice."""
 MAX_CALLS = 64
 """Largest number of calls whose rows are recorded."""
 _MAX_MEANS = 64
@@ -53,13 +53,6 @@ class FirstSteps:
         """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
         add_backward_listener(self)
 
-    @property
-    def num_backwards(self) -> int:
-        """The number of synchronised backwards to record: two for each model, because each may have its own
-        loss in a step.
-        """
-        return NUM_CALLS * min(len(self.calls), _MAX_MODELS)
-
     def add_model(self, wrapped: Any) -> None:
         """Record the first calls of a model, as `fabric.setup` returns it."""
         self.calls.append(FirstCalls(wrapped, self))
@@ -74,7 +67,7 @@ class FirstSteps:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
-        if self.active and self.awaits_loss and len(self.losses) < self.num_backwards:
+        if self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES:
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)

@@ -90,7 +90,7 @@ class ReplicaCheck(Part):
         self._shared: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         self._num_optimizers = 0
         """Number of optimizers that were set up; equal on all ranks, even if some were garbage-collected."""
-        self.backward_listeners: list[Callable[[], None]] = []
+        self.backward_listeners: list[Callable[[Collection[Module]], None]] = []
         """Called on all ranks after each backward that synchronised models, until they are removed."""
         self._trains_models = False
         """Whether there was such a backward."""
@@ -238,15 +238,15 @@ class ReplicaCheck(Part):
         self.backwards += 1
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
-            names = [tracked.name for tracked in held] or [*map(name_of, modules or ())]
-            label = f"replica check after backward {self.backwards}, of "
-            label += ", ".join(names) or "free parameters"
+            names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules or ())])
+            label = f"replica check after backward {self.backwards}, of {names or 'free parameters'}"
             # Buffers of other models, which a forward may have changed, differ until their next backward.
             after_backward = self._strategy.layout.syncs_in_backward
             buffers = [tracked for tracked, module in held.items() if module.training and after_backward]
             self.compare(label, buffers=buffers, only=only)
-        for listener in () if modules is None else [*self.backward_listeners]:
-            listener()
+        if modules is not None:
+            for listener in [*self.backward_listeners]:
+                listener(modules)
 
     def _is_shared(self, module: Module) -> bool:
         """Whether models that are compared share this module, which a layout made of their parameters."""
