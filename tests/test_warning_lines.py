@@ -211,7 +211,7 @@ CASES = {
     "workers": (workers, "num_workers=64 on each of the 2 ranks"),
     "buffers": (buffers, "forward changed buffers"),
     "reduced loss": (reduced_loss, "A gradient passed through all_reduce"),
-    "own iteration": (own_iteration, "Each of the 2 ranks will see all of"),
+    "own iteration": (own_iteration, "Each of the 2 ranks will read all of"),
     "streams": (streams, "begin with different samples"),
     "uneven": (uneven, "which 2 ranks cannot share equally"),
 }

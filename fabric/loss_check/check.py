@@ -98,9 +98,17 @@ class LossCheck(Part):
             self._replica_check.backward_listeners.remove(self._compare)
             compare_first_steps(first, self._strategy, self._ignores_rows)
 
-    def epoch_ended(self, begun: Any, uneven_rows: int) -> None:
-        """Warn once of a last batch that ranks could not share equally."""
-        if uneven_rows and self._compares and not self._ignores_rows:
+    def epoch_begun(self) -> int:
+        """Return the number of synchronised backwards until now."""
+        backwards: int = self._replica_check.backwards
+        return backwards
+
+    def epoch_ended(self, backwards_at_begin: int, uneven_rows: int) -> None:
+        """Warn once of a last batch that ranks could not share equally, if the epoch had backwards: a resumed
+        one may have none.
+        """
+        trained = self._replica_check.backwards > backwards_at_begin
+        if uneven_rows and trained and self._compares and not self._ignores_rows:
             self._ignores_rows = True
             warn_of_last_batch(uneven_rows, self._strategy)
 

@@ -134,7 +134,7 @@ class ReplicaCheck(Part):
         held = [names.get(p, "") for p in parameters_of(optimizer)]
         # An inner optimizer of a set-up one shares its state.
         is_inner = any([real.state is optimizer.state for _, _, real in self._live_optimizers()])
-        if self._compares_facts and optimizer not in self._tracked and not is_inner and all(held):
+        if self._compares_facts and optimizer not in self._tracked and not is_inner and held and all(held):
             # Numbered by its parameters, since ranks may create such optimizers in any order.
             number = _FIRST_RAW_NUMBER + zlib.crc32("\0".join(held).encode())
             tracked = self._tracked[optimizer] = self._optimizers[number] = _TrackedObject(

@@ -205,7 +205,7 @@ def arm(trial, say, pids):
     around(Path, "mkdir", "mkdir", "made", lambda path, *_: path.suffix == ".part")
     around(Path, "rename", "rename", "renamed", lambda path, to: Path(to).suffix != ".old")
     around(Path, "rename", None, "set aside", lambda path, to: Path(to).suffix == ".old")
-    around(sharded_save, "hold", "mark", "marked")
+    around(sharded_save, "keep_locked", "mark", "marked")
     around(Path, "write_bytes", "tell", "told")
     around(sharded, "write_manifest", "manifest", None)
     plain_sync, plain_open, plain_delete = os.fsync, Path.open, shutil.rmtree
