@@ -52,7 +52,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from fabric import Fabric
-from fabric.core.backward_listeners import add_backward_listener
+from fabric.core.backward_listeners import add_backward_listener, add_step_listener
 from fabric.core.errors import RankError
 from fabric.strategies import *
 from fabric.strategies import ContextParallel

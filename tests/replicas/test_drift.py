@@ -393,3 +393,14 @@ def test_rates_that_are_no_floats_and_optimizers_that_were_not_set_up(ranks, str
     first, second = ranks.run(other_rates, kind, strategy, world_size=2)
     assert first == second
     assert first.startswith(f"lr of {name} differs between ranks (0: 0.05"), first
+
+
+def stepped_without_parameters():
+    fabric, model, _ = started("ddp")
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    other.param_groups[0]["params"] = []  # as those of a rank that owns none, in a step of zero1
+    fabric.strategy.find_part("replica check").stepping(other)
+
+
+def test_an_optimizer_without_parameters_is_not_compared(ranks):
+    ranks.run(stepped_without_parameters, world_size=2)
