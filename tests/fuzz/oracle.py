@@ -552,17 +552,17 @@ class NeverCompared(Exception):
 
 
 class Passes:
-    """The number of outermost backward passes, and the ids of optimizers that stepped with gradients."""
+    """The number of outermost backward passes, and the optimizers that stepped with gradients."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.trained: set[int] = set()
+        self.trained: dict[int, Any] = {}
         add_backward_listener(self)
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            self.trained.add(id(optimizer))
+            self.trained[id(optimizer)] = optimizer  # alive until the program's end is checked
 
     def around_pass(self, run: Any, *args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)
