@@ -73,10 +73,11 @@ class FreeParameters:
 
 
 class StepCheck:
-    """Checks each optimizer of this process once, before its first step.
+    """Checks each optimizer of this process before its first step, and compares gradients that the layout
+    does not average.
 
-    The user may average gradients of parameters that belong to no model. So gradients are compared once
-    between ranks, after a backward that all ranks made: `fabric.backward`, or one through a set-up model.
+    The user may average these, so they are compared between ranks, at the 1st, 2nd, 4th, 8th, ... step with
+    gradients after a backward that all ranks made: `fabric.backward`, or one through a set-up model.
 
     Args:
         strategy: Its layout returns which gradients it averages.
@@ -88,6 +89,8 @@ class StepCheck:
         self._is_ours = type(strategy).setup_module.__module__.startswith("fabric.")
         self._unaveraged: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._unaveraged = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps with gradients that ranks may compare."""
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -137,6 +140,11 @@ class StepCheck:
         """Raise on all ranks if gradients of a backward that all ranks made differ between ranks."""
         if not self._strategy.layout.collective_backward:
             return
+        steps = self._steps.get(optimizer, 0)
+        if any([p.grad is not None for p in unaveraged]):
+            self._steps[optimizer] = steps + 1
+        if steps & (steps + 1):
+            return
         kind, channel = type(optimizer).__name__, self._strategy.layout.channel
         channel.check_call(call_of(f"{kind}.step", "with gradients that fabric does not average"))
         if any(differing([p.grad for p in unaveraged], channel)):
@@ -153,8 +161,6 @@ class StepCheck:
                 f"differ between ranks. Write {fix}, or average them: fabric.all_reduce(p.grad). If each "
                 "rank trains its own model, write loss.backward() in place of fabric.backward(loss)."
             )
-        if any([p.grad is not None for p in unaveraged]):
-            self._unaveraged[optimizer] = []
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

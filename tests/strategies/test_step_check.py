@@ -132,6 +132,25 @@ def test_a_parameter_that_was_not_set_up(ranks):
     ranks.run(bare_parameter, world_size=2)
 
 
+def gradients_that_differ_later(strategy: str) -> None:
+    fabric, weight = start(strategy), nn.Parameter(torch.ones(4))
+    fabric.setup(net())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        fabric.backward((weight * (batch(fabric)[0] if step > 1 else 1.0)).sum())
+        if step == 3:
+            with pytest.raises(UsageError, match=r"SGD\.step\(\) trains 1 parameters, which was not set up"):
+                optimizer.step()
+            return
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_gradients_that_are_equal_in_first_steps_and_differ_later(ranks, strategy):
+    ranks.run(gradients_that_differ_later, strategy, world_size=2)
+
+
 def no_error(case: str, strategy: str) -> None:
     fabric, loss_fn, module = start(strategy), ProxyLoss(), net()
     loss_optimizer = sgd(loss_fn)
@@ -143,7 +162,8 @@ def no_error(case: str, strategy: str) -> None:
         return
     model, optimizer = fabric.setup(module, sgd(module))
     if case == "averaged":
-        for _ in range(2):
+        for _ in range(5):
+            loss_optimizer.zero_grad()
             fabric.backward(loss_fn(model(x), labels))
             loss_fn.proxies.grad = fabric.all_reduce(loss_fn.proxies.grad)
             loss_optimizer.step()
