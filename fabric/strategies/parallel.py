@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = get_args(StartMethod)
+EAGER_RANKS = 32
+"""Up to this number of ranks gloo connects all of them at the start; beyond, ranks that exchange data."""
 
 
 class Processes(TypedDict, total=False):
@@ -188,7 +190,8 @@ class ParallelStrategy(Strategy):
         self._init_topology()
         if self.topology.world_size > 1:
             prefix_output(self.topology.rank)
-        super().setup_environment()
+        with private_sockets():
+            super().setup_environment()
 
     def _join_ranks(self) -> None:
         share_cores(self.topology.local_world_size)
@@ -297,7 +300,7 @@ class ParallelStrategy(Strategy):
         # The functions of this module have the default group as default argument. If torch's compiler imports
         # it later, they keep a reference to the group and so the threads of the backend. A thread that needs
         # the GIL during interpreter shutdown makes the process exit by SIGABRT.
-        import torch.distributed.nn.functional  # noqa: F401
+        import torch.distributed.nn.functional
 
         topology, environment = self.topology, self.cluster_environment
         rank, world_size = topology.rank, topology.world_size
@@ -308,14 +311,23 @@ class ParallelStrategy(Strategy):
                 "rank fails with `Too many open files`, raise the hard limit (ulimit -Hn)."
             )
         store = rendezvous(environment, rank, world_size, self.startup_timeout)  # type: ignore[arg-type]
-        with collectives_recorded(), private_sockets():
+        backend = _with_host(self.process_group_backend, topology.device)
+        lazy = world_size > EAGER_RANKS and "gloo" in backend
+        if lazy:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        with collectives_recorded():
             dist.init_process_group(
-                _with_host(self.process_group_backend, topology.device),
+                backend,
                 store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=self.process_group_timeout,
             )
+        if lazy:  # connects each rank with log2(world_size) others here, where `private_sockets` hides them
+            dist.all_reduce(torch.zeros(1))
+            dist.broadcast(torch.zeros(1), 0)
+            if backend == "gloo":
+                dist.barrier()
         self.made_group = True
         # torch prints a warning for groups that are not destroyed at exit.
         atexit.register(self.teardown)
