@@ -323,9 +323,8 @@ class CallChecker:
 
     def _wait_long(self, point: StoreBarrier | ControlRound, call: CallSignature) -> None:
         detector, contact = self.detector, time.monotonic()
-        longest = min(
-            3.0, max(1.0, detector.world_size / 256)
-        )  # between requests: the store serves all ranks
+        # Seconds between requests: the store serves all ranks.
+        longest = min(3.0, max(1.0, detector.world_size / 256))
         seconds = 0.2 * longest
         detector.waiting = self._status(point, call, contact - PATIENCE)
         while not point.wait(seconds):
