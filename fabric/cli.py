@@ -24,7 +24,7 @@ from fabric.core.slices import find_slice, use_slice
 from fabric.launch.commands import run_commands
 from fabric.launch.rank_env import first_rank_env
 from fabric.launch.rank_logs import RankLogs
-from fabric.launch.rank_prefix import PREFIX_RANKS
+from fabric.launch.rank_prefix import OTHER_RANKS, PREFIX_RANKS
 from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
@@ -154,7 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
-    run.add_argument("--prefix-ranks", action="store_true", help="begin each printed line with [rank 1]")
+    run.add_argument(
+        "--prefix-ranks",
+        action=argparse.BooleanOptionalAction,
+        help="begin each printed line with [rank 1], also on rank 0; default: on all ranks but 0",
+    )
     run.add_argument("--report", metavar="DIR", help="record the run: each rank appends its steps to a file")
     run.add_argument("--verbose", action="store_true", help="print each setting and its source")
     commands.add_parser("help")  # prints the same as --help
@@ -225,8 +229,8 @@ def _run(options: argparse.Namespace) -> int:
     if directory := options.log_dir or os.environ.get(LOG_DIR):
         logs = RankLogs(Path(directory))
         variables |= {"PYTHONUNBUFFERED": "1", PREFIX_RANKS: ""}  # Python buffers output to a pipe
-    elif options.prefix_ranks:
-        variables[PREFIX_RANKS] = "1"
+    elif options.prefix_ranks is not None or PREFIX_RANKS not in os.environ:
+        variables[PREFIX_RANKS] = {None: OTHER_RANKS, True: "1", False: ""}[options.prefix_ranks]
     return run_commands(argv, rank_env, listener, variables, "cli", logs=logs)
 
 

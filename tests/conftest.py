@@ -77,6 +77,7 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycac
 def pytest_configure() -> None:
     # With it, which .ci/run sets, print() writes words apart: those of ranks that share a pipe would mix.
     os.environ.pop("PYTHONUNBUFFERED", None)
+    os.environ["FABRIC_PREFIX_RANKS"] = ""  # tests read the lines that ranks print under `fabric run`
     torch.set_num_threads(1)  # as on the ranks: results and timings do not depend on the machine's cores
 
 

@@ -1,5 +1,5 @@
-"""`prefix_output`: begins each line that a rank prints with `[rank 1] `, if FABRIC_PREFIX_RANKS is set.
-Imports no torch.
+"""`prefix_output`: begins each line that a rank prints with `[rank 1] `; see FABRIC_PREFIX_RANKS. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PREFIX_RANKS = "FABRIC_PREFIX_RANKS"
-"""Variable with the meaning of `fabric run --prefix-ranks`; "", "0" and "off" are off."""
+"""Variable with the ranks whose lines have a prefix: OTHER_RANKS; none ("", "0", "off"); else all."""
+OTHER_RANKS = "others"
+"""All ranks but rank 0. What `fabric run` sets."""
 
 
 def prefix_output(rank: int) -> None:
@@ -23,7 +25,8 @@ def prefix_output(rank: int) -> None:
     The streams stay the same objects, so loggers made earlier have the prefix, too, and `isatty()` is the
     terminal's. Output of native code and of subprocesses has no prefix.
     """
-    if os.environ.get(PREFIX_RANKS, "").lower() in ("", "0", "off"):
+    ranks = os.environ.get(PREFIX_RANKS, "").lower()
+    if ranks in ("", "0", "off") or (ranks == OTHER_RANKS and rank == 0):
         return
     for stream in (sys.stdout, sys.stderr):
         if stream is None or isinstance(stream.write, LinePrefix):

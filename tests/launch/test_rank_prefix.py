@@ -52,6 +52,15 @@ def test_it_is_off_by_default(monkeypatch, value):
     assert "write" not in vars(streams["stdout"])
 
 
+@pytest.mark.parametrize(("rank", "printed"), [(0, b"one\n"), (1, b"[rank 1] one\n")])
+def test_lines_of_rank_zero_may_have_none(monkeypatch, rank, printed):
+    streams = replace_streams(monkeypatch)
+    monkeypatch.setenv("FABRIC_PREFIX_RANKS", "others")
+    prefix_output(rank)
+    print("one", flush=True)
+    assert streams["stdout"].buffer.getvalue() == printed
+
+
 def test_streams_stay_the_same_objects(monkeypatch):
     streams = replace_streams(monkeypatch)
     monkeypatch.setenv("FABRIC_PREFIX_RANKS", "1")
@@ -92,7 +101,7 @@ print("early", flush=True)
 fabric.launch()
 print("hello", sys.stdout.isatty())
 logging.error("logged")
-print("part", end=" ", flush=True)
+print("part", end=" ")
 print("done")
 fabric.barrier()
 if fabric.global_rank == 1 and "fail" in sys.argv:
@@ -106,6 +115,9 @@ LAUNCHERS = {
         ["-m", "fabric", "run", "--devices=2", "--prefix-ranks", "--log-dir=logs"],
         None,
     ),
+    "fabric run by default": (["-m", "fabric", "run", "--devices=2"], None),
+    "fabric run without": (["-m", "fabric", "run", "--devices=2", "--no-prefix-ranks"], "1"),
+    "fabric run with the variable": (["-m", "fabric", "run", "--devices=2"], "1"),
     "python": ([], "1"),
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], "on"),
 }
@@ -114,14 +126,15 @@ LAUNCHERS = {
 def run(tmp_path, launcher, *arguments):
     (tmp_path / "train.py").write_text(SCRIPT)
     command, value = LAUNCHERS[launcher]
-    environ = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    unset = ("PYTHONUNBUFFERED", "FABRIC_PREFIX_RANKS")  # see conftest.py
+    environ = {name: text for name, text in os.environ.items() if name not in unset}
     environ |= {"OMP_NUM_THREADS": "1"} | ({"FABRIC_PREFIX_RANKS": value} if value else {})
     settings = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True, "timeout": 180}
     return subprocess.run([sys.executable, *command, "train.py", *arguments], **settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["fabric run", "python", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fabric run", "fabric run with the variable", "python", "torchrun"])
 def test_lines_of_a_job_have_their_rank(tmp_path, launcher):
     done = run(tmp_path, launcher)
     assert done.returncode == 0, done.stderr
@@ -131,6 +144,17 @@ def test_lines_of_a_job_have_their_rank(tmp_path, launcher):
     assert [line for line in lines if line in HELLO] == HELLO
     logged = sorted([line for line in done.stderr.splitlines() if "logged" in line])
     assert logged == ["[rank 0] logged", "[rank 1] logged"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [("fabric run by default", [HELLO[2], "hello False"]), ("fabric run without", 2 * ["hello False"])],
+)
+def test_fabric_run_prefixes_the_lines_of_other_ranks(tmp_path, launcher, expected):
+    done = run(tmp_path, launcher)
+    assert done.returncode == 0, done.stderr
+    assert sorted([line for line in done.stdout.splitlines() if "hello" in line]) == expected
 
 
 @pytest.mark.slow
