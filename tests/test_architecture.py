@@ -246,7 +246,7 @@ NEEDS: dict[str, set[str]] = {
     "fabric.profile": set(),
     "fabric.progress": set(),
     "fabric.replicas": set(),
-    "fabric.report": set(),
+    "fabric.report": {"fabric.throughput"},
     "fabric.strategies.context_parallel": {"fabric.strategies.data_parallel", "fabric.strategies.sharding"},
     "fabric.strategies.data_parallel": set(),
     "fabric.strategies.deferred_init": {"fabric.strategies.sharding"},

@@ -82,8 +82,11 @@ class TimedForward:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, and count its seconds."""
-        return _run(FORWARD, self.call, None, args, kwargs)
+        """Run the forward, and count its seconds, in one step also its floating-point operations."""
+        call = self.call
+        if not torch.compiler.is_compiling() and (flops := getattr(recorder_here(), "flops", None)):
+            call = partial(flops.run, call)
+        return _run(FORWARD, call, None, args, kwargs)
 
 
 def replacements() -> list[tuple[Any, str, Callable[[Any], Any]]]:

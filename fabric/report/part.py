@@ -21,6 +21,7 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.parts import Part
 from fabric.report import calls
 from fabric.report.file import RankFile, check_directory
+from fabric.report.flops import peak_flops
 from fabric.report.format import FILE_NAME
 from fabric.report.recorder import StepRecorder
 from fabric.report.stragglers import Stragglers
@@ -132,8 +133,9 @@ class Report(Part):
             # The first callback of the pass: torch runs it before callbacks that wait, such as DDP's.
             wait = partial(call_after_backward, partial(recorder.switch, calls.COMMUNICATION))
             handle = roots[0].register_hook(lambda _: wait())
+        counted = run if recorder.flops is None else partial(recorder.flops.run, run)
         try:
-            run(tensors, *args, **kwargs)
+            counted(tensors, *args, **kwargs)
         finally:
             recorder.switch(previous)
             if handle is not None:
@@ -181,5 +183,7 @@ def _facts(strategy: Any, script: str) -> dict[str, Any]:
     fabric, rank, size = vars(sys.modules["fabric"])["__version__"], strategy.global_rank, strategy.world_size
     versions = {"fabric": fabric, "torch": str(torch.__version__), "python": platform.python_version()}
     facts = {"rank": rank, "world_size": size, "hostname": socket.gethostname(), "script": script}
+    if (peak := peak_flops(strategy.root_device, strategy.precision.policy.compute)) is not None:
+        facts["peak_flops"] = peak
     kinds = {"precision": str(strategy.precision.precision), "accelerator": strategy.root_device.type}
     return {**facts, "strategy": type(strategy).__name__, **kinds, "versions": versions, "parameters": 0}

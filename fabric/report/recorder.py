@@ -19,6 +19,7 @@ import torch
 
 from fabric.core.source import format_line, is_user_code
 from fabric.launch.rank_exit import describe, is_secondary_failure
+from fabric.report.flops import FlopCounter
 from fabric.report.format import KINDS, pack_event, pack_step
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 DATA, OTHER = KINDS.index("data"), len(KINDS)
 _MEMORY_EVERY = 8
 """Steps between two reads of the memory peak, each of which takes microseconds."""
+_COUNTED_STEP = 2
+"""The step whose floating-point operations are counted, from 0: kernels of the first are often others."""
 _MOST_ONCE = 1000
 """Most warnings that are recorded."""
 _END = object()
@@ -46,6 +49,8 @@ class StepRecorder:
         device: The device whose memory is recorded.
     """
 
+    flops: FlopCounter | None = None
+    """Counts the operations of forwards and backwards of the current step; None: of no step."""
     stragglers: Any = None
     """The `Stragglers` that compare the ranks; None: there is one rank."""
 
@@ -93,6 +98,9 @@ class StepRecorder:
         seconds = [now - then for now, then in zip(self.seconds, self._at_last_step, strict=True)]
         self._at_last_step = self.seconds.copy()
         self.file.append(pack_step(self.number, time.time() - whole, seconds[:-1], whole, self._kibibytes))
+        if self.flops is not None and self.flops.flops > 0:
+            self.event("flops", flops=self.flops.flops)
+        self.flops = FlopCounter() if self.steps == _COUNTED_STEP else None
         if self.stragglers is not None:
             self.stragglers.stepped(self)
 

@@ -27,6 +27,7 @@ from fabric.loss_check import _torch as losses
 from fabric.precision import _torch as precision
 from fabric.profile import _torch as profile
 from fabric.replicas import _torch as replicas
+from fabric.report import _torch as report
 from fabric.strategies import _torch as strategies
 from fabric.strategies.context_parallel import _torch as context_parallel
 from fabric.strategies.ddp import _torch as ddp
@@ -890,3 +891,17 @@ def test_the_host_behaves_as_an_accelerator():
     """fabric plan: else peaks of optimizers and of mixed precision are those of the CPU."""
     with RankPool(1) as pool:  # whose process ends with the patches
         pool.run(as_an_accelerator, world_size=1)
+
+
+def test_a_dispatch_mode_receives_each_operation():
+    """Run report: without it there are no FLOP/s and no MFU."""
+    names = []
+
+    class Names(report.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert names[-1] == "aten.mm"

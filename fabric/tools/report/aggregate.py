@@ -54,6 +54,8 @@ class RankAggregate:
     begin: float = math.inf
     end: float = -math.inf
     last_step: int = 0
+    flops: float = 0.0
+    """Floating-point operations of a step; 0: unknown."""
 
 
 class RunAggregate:
@@ -162,7 +164,9 @@ class RunAggregate:
             entry.world_sizes.add(int(event.get("world_size", 1)))
         elif kind in ("end", "failure"):
             entry.state = kind
-        if kind != "log":
+        elif kind == "flops":
+            entry.flops = float(event["flops"])
+        if kind not in ("log", "flops"):
             words = [str(event[name]) for name in _HEAD if event.get(name)]
             words += [f"{name} {value}" for name, value in event.items() if name not in _HEAD + _LEFT_OUT]
             text = ", ".join(words)[:400]

@@ -13,7 +13,7 @@ from fabric.tools.report.aggregate import COUNT, WHOLE, day
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.tools.report.aggregate import RunAggregate
+    from fabric.tools.report.aggregate import RankAggregate, RunAggregate
 
 NAMES = (*KINDS, "other")
 _WAITS = [NAMES.index("communication"), NAMES.index("checkpoint")]
@@ -51,6 +51,7 @@ def summarize(run: RunAggregate) -> dict[str, Any]:
         "steps": max(counts),
         "last_step": max([one.last_step for one in entries]),
         "steps_per_second": max(counts) / max(end - begin, 1e-9),
+        **_rates([*entries], seconds[:, 0].tolist()),
         "seconds_per_step": dict(zip(("step", *NAMES), seconds.nanmean(0).tolist(), strict=True)),
         "failures": failures,
         "stragglers": find_stragglers(run, list(ranks), sums),
@@ -64,6 +65,23 @@ def summarize(run: RunAggregate) -> dict[str, Any]:
         "curves": curves,
         "events": sorted(events, key=lambda event: event["time"]),
     }
+
+
+def _rates(entries: list[RankAggregate], seconds: list[float]) -> dict[str, float]:
+    """Return the FLOP/s of a rank, as the mean, and MFU. Missing if a rank's operations or peak are unknown.
+
+    Args:
+        entries: The ranks.
+        seconds: The mean seconds of a step of each.
+    """
+    rates = [one.flops / each for one, each in zip(entries, seconds, strict=True) if one.flops and each]
+    if len(rates) < len(entries):
+        return {}
+    found = {"flops_per_second": sum(rates) / len(rates)}
+    peaks = [float(one.start.get("peak_flops", 0)) for one in entries]
+    if all(peaks):
+        found["mfu"] = sum([rate / peak for rate, peak in zip(rates, peaks, strict=True)]) / len(rates)
+    return found
 
 
 def per_step(sums: Tensor) -> Tensor:

@@ -60,6 +60,10 @@ def facts(summary: dict[str, Any]) -> list[str]:
     times += f", started {summary['attempts']} times" * (summary["attempts"] > 1)
     rates = [f"{summary['steps_per_second']:,.4g} steps/s with all pauses"]
     rates += [f"{1000 * summary['seconds_per_step']['step']:,.4g} ms per step"]
+    if "flops_per_second" in summary:
+        rates += [f"{summary['flops_per_second'] / 1e12:,.3g} TFLOP/s per rank"]
+    if "mfu" in summary:
+        rates += [f"MFU {100 * summary['mfu']:.1f} %"]
     for name, curve in summary["curves"].items():  # as ThroughputMonitor logs them
         rates += [f"{name} {value:,.4g}" for value in curve["mean"][-1:] if name.endswith(("per_sec", "mfu"))]
         if "rank" in curve and curve["most"]:
