@@ -205,7 +205,7 @@ def frozen() -> None:
         model(torch.ones(2, 4, dtype=torch.float64))
     gate = model.module.__dict__["_fabric_gate"]
     assert not gate._hidden
-    assert all([group.is_sharded for group in gate._groups()])
+    assert all([group.is_sharded for group in gate.shards])
 
 
 def test_a_frozen_block_is_freed_as_before(ranks):

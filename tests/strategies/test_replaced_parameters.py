@@ -114,3 +114,27 @@ def test_a_copy_after_setup_names_the_copy_before_it(ranks, strategy):
         "fabric.setup_module(average) after it."
     )
     assert ranks.run(copied, strategy, world_size=2) == [{text}] * 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(self.words(x))
+
+
+def untied(half: str) -> None:
+    """Untie the weights after setup: the gathered weight would silently take the place of the new one."""
+    fabric = fabric_of("fsdp")
+    model = fabric.setup_module(Tied())
+    getattr(model.module, half).weight = nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(UsageError, match=r"weight of (Embedding|Linear) was replaced after fabric\.setup"):
+        model(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("half", ["words", "head"])
+def test_each_half_of_a_tie_that_is_replaced_after_setup_is_refused(ranks, half):
+    ranks.run(untied, half, world_size=2)

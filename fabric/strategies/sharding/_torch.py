@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _python_dispatch
@@ -45,13 +44,6 @@ def fsdp_states(root: Any) -> list[Any]:
     return [*fsdp_state(root)._state_ctx.all_states]
 
 
-def fsdp_root(module: Any) -> Any:
-    """Return the root module of the groups that this module belongs to, or None before the root is
-    initialised.
-    """
-    return next((state._modules[0] for state in fsdp_states(module)), None)
-
-
 def fsdp_groups(states: list[Any]) -> list[Any]:
     """Return the groups of parameters that are gathered together."""
     return [group for state in states for group in groups_of(state)]
@@ -87,21 +79,11 @@ def is_prefetched(group: Any) -> bool:
     return group._all_gather_result is not None
 
 
-owner_of = attrgetter("_module_info")
-"""Return the owner of a sharded parameter: `module`, `param_name`, and `shared_modules` if it is tied."""
-
-
-def restore_sharded(part: Any) -> None:
-    """Put the sharded parameter back on its modules. The gathered one stays allocated."""
-    part._setattr_on_modules(part.sharded_param)
-
-
-def keep_unsharded(state: Any) -> None:
+def keep_unsharded(module: Any) -> None:
     """Keep the module's group gathered after a forward, a backward or a state dict."""
-    module = state._modules[0]
     module.set_reshard_after_forward(False, recurse=False)
     module.set_reshard_after_backward(False, recurse=False)
-    for group in fsdp_groups([state]):
+    for group in fsdp_groups([fsdp_state(module)]):
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
             group._module_to_pre_load_state_dict_hook_handle,
@@ -145,13 +127,5 @@ def register_pre_backward(state: Any, out: Any) -> Any:
     return type(state)._register_pre_backward_hook(state, out)
 
 
-modules_of = attrgetter("_modules")
-"""Return the modules of one state: several if `fully_shard` was called on a list."""
-
 POLICY_METHOD = "_run_policy"
 """Method of the policies of torch.distributed.fsdp.wrap, called with (model, ignored modules, settings)."""
-
-
-def is_strided(placement: Any) -> bool:
-    """Whether a DTensor's placement is that of FSDP2 over tensor parallel."""
-    return type(placement).__name__ == "_StridedShard"

@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fabric.core._torch import is_fsdp
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.strategies.sharding._torch import POLICY_METHOD, fsdp_root
+from fabric.strategies.sharding._torch import POLICY_METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,6 +21,9 @@ _UNCALLED = NonDynamicallyQuantizableLinear
 
 _CLASSES = (set, frozenset, list, tuple)
 """Types of a collection of classes as a policy."""
+
+SET_UP = "_fabric_set_up"
+"""Attribute of modules that the strategy called `fully_shard` on."""
 
 _SMALL = 100_000
 """Number of elements below which a module is no separate group."""
@@ -49,7 +52,7 @@ def check_whole(model: Module) -> None:
         UsageError: `fully_shard` was called on one; the error names it.
     """
     for path, module in model.named_modules():
-        if is_fsdp(module) and (module is model or not hasattr(fsdp_root(module), "_fabric_gate")):
+        if is_fsdp(module) and (module is model or not hasattr(module, SET_UP)):
             raise UsageError(
                 f"{path or 'This model'} ({type(module).__name__.removeprefix('FSDP')}) is sharded already: "
                 "fully_shard was called on it. The strategy calls it at setup. Pass a model that is not "

@@ -9,16 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core._torch import backward_pass
+from fabric.core._torch import backward_pass, is_fsdp
 from fabric.core.errors import UsageError
-from fabric.strategies.sharding._torch import (
-    fsdp_groups,
-    fsdp_states,
-    modules_of,
-    no_dispatch_modes,
-    owner_of,
-    unsharded_of,
-)
+from fabric.strategies.sharding._torch import no_dispatch_modes
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
@@ -34,46 +27,42 @@ def check_first_forward(root: Any) -> None:
 
     Later forwards are not compared: they would wait for the device.
     """
-    names = {module: name for name, module in root.named_modules()}
-    for state in fsdp_states(root):
-        groups = fsdp_groups([state])
-        if groups:
-            for module in modules_of(state):
-                _FirstForward(module, groups, names)
+    shards = {*root.parameters()}
+    for path, module in root.named_modules():
+        if is_fsdp(module):
+            _FirstForward(module, path, shards)
 
 
 class _FirstForward:
     """The hooks of one module, which are removed after its first training forward."""
 
-    def __init__(self, module: Module, groups: list[Any], names: dict[Any, str]) -> None:
-        self._groups, self._names = groups, names
-        self._before: list[tuple[Any, Tensor]] = []
-        """(FSDP2's record of a parameter, its sums before the forward)."""
+    def __init__(self, module: Module, path: str, shards: set[Tensor]) -> None:
+        self._path, self._shards = path, shards
+        self._before: list[tuple[str, Tensor, Tensor]] | None = None
+        """(name, gathered parameter, its sums before the forward); None: the forward is not compared."""
         self._handles = [
             module.register_forward_pre_hook(self._begin),  # after FSDP2's, which gathers
             module.register_forward_hook(self._end, prepend=True),  # before FSDP2's, which frees
         ]
 
     def _begin(self, module: Module, args: Any) -> None:
-        self._before = []  # of a forward that failed
+        self._before = None  # of a forward that failed
         if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
             return
         if backward_pass() == -1:
-            parts = [part for group in self._groups for part in group.fsdp_params]
-            pairs = [(part, _sums(unsharded_of(part))) for part in parts]
-            self._before = [(part, sums) for part, sums in pairs if sums is not None]
+            gathered = [pair for pair in module.named_parameters(self._path) if pair[1] not in self._shards]
+            sums = [(name, p, _sums(p)) for name, p in gathered]
+            self._before = [(name, p, before) for name, p, before in sums if before is not None]
 
     def _end(self, module: Module, args: Any, out: Any) -> None:
-        if torch.compiler.is_compiling() or not self._before:
+        before, self._before = self._before, None
+        if torch.compiler.is_compiling() or before is None:
             return
-        before, self._before = self._before, []
         for handle in self._handles:
             handle.remove()
-        for part, sums in before:
-            now = _sums(unsharded_of(part))
+        for name, parameter, sums in before:
+            now = _sums(parameter)
             if now is not None and now.tolist() != sums.tolist():
-                owner = owner_of(part)
-                name = ".".join(filter(None, [self._names.get(owner.module, ""), owner.param_name]))
                 raise UsageError(
                     f"The forward of {name_of(module)} wrote into {name}. In the forward this is a "
                     "gathered copy, which is freed afterwards, so the change would be lost. Write the same "

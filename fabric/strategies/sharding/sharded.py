@@ -23,9 +23,9 @@ from fabric.strategies.sharding._torch import (
     begin_fsdp,
     fsdp_groups,
     fsdp_states,
-    is_strided,
     set_frozen_group_dtypes,
 )
+from fabric.strategies.sharding.blocks import SET_UP
 from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
@@ -95,7 +95,7 @@ class FSDP2Runtime(DTensorLayout):
             UsageError: The loss has a term of sharded parameters, or of a tensor that a module computed and
                 did not return.
         """
-        gates = [(model, _gate(model)) for model in self.models() if _gate(model) is not None]
+        gates = self._gates()
         try:
             run(tensors, *args, **kwargs)
             for model, gate in gates:
@@ -129,9 +129,8 @@ class FSDP2Runtime(DTensorLayout):
 
     def after_nested_pass(self) -> None:
         """Reduce gradients that FSDP2 leaves unreduced in reentrant checkpoints."""
-        for model in self.models():
-            if _gate(model) is not None:
-                _gate(model).reduce_rest()
+        for _, gate in self._gates():
+            gate.reduce_rest()
 
     def after_grad(self, inputs: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         """Refuse the gradients of sharded parameters by `torch.autograd.grad`, which are None.
@@ -140,9 +139,8 @@ class FSDP2Runtime(DTensorLayout):
             UsageError: The inputs have one.
         """
         without = {id(tensor) for tensor, grad in zip(inputs, grads, strict=True) if grad is None}
-        for model in self.models() if without else ():
-            groups = fsdp_groups(fsdp_states(model)) if _gate(model) is not None else ()
-            sharded = {id(part.sharded_param) for group in groups for part in group.fsdp_params}
+        for model, gate in self._gates() if without else ():
+            sharded = {id(shard) for shards in gate.shards.values() for _, _, shard in shards}
             for name in [n for n, p in model.named_parameters() if id(p) in sharded & without]:
                 raise UsageError(
                     f"torch.autograd.grad was called for the gradient of {name}, which is a shard: the "
@@ -152,8 +150,8 @@ class FSDP2Runtime(DTensorLayout):
 
     def teardown(self) -> None:
         """Release the process groups; models cannot run after this."""
-        for model in self.models():
-            for group in fsdp_groups(fsdp_states(model)) if _gate(model) else ():
+        for _, gate in self._gates():
+            for group in gate.shards:
                 group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
@@ -170,7 +168,7 @@ class FSDP2Runtime(DTensorLayout):
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
             if is_fsdp(part):  # torch's own error names no remedy
-                part.__dict__["__deepcopy__"] = partial(_refuse_copy, name_of(module))
+                part.__dict__.update({"__deepcopy__": partial(_refuse_copy, name_of(module)), SET_UP: True})
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
         check_first_forward(module)
 
@@ -186,6 +184,10 @@ class FSDP2Runtime(DTensorLayout):
         if root not in self._buffers:
             self._buffers[root] = SyncedBuffers(root)
         return NotifyingForward(plan, self, root) if self._buffers[root].synced else plan
+
+    def _gates(self) -> list[tuple[Any, FSDPCallGuard]]:
+        """Return the models that have groups, with their call guards."""
+        return [(model, gate) for model in self.models() if (gate := _gate(model)) is not None]
 
     def _own(self) -> dict[int, str]:
         """Return {id: name} of the parameters whose gradients are reduced, or are excluded by the user."""
@@ -239,8 +241,10 @@ class FSDP2Runtime(DTensorLayout):
 
 def _check_strides(name: str, parameter: Any) -> None:
     """Raise for uneven shards of shards in torch before 2.11, whose full_tensor() has a wrong order."""
+    from torch.distributed.tensor import Shard
+
     placements, sizes, shape = parameter.placements, parameter.device_mesh.shape, [*parameter.shape]
-    for dim in {one.dim for one in placements if is_strided(one)}:
+    for dim in {one.dim for one in placements if one.is_shard() and type(one) is not Shard}:
         parts = math.prod([size for size, one in zip(sizes, placements, strict=True) if one.is_shard(dim)])
         if shape[dim] % parts:
             require_torch(
