@@ -103,7 +103,7 @@ def by_name(
         if isinstance(optimizer, torch.optim.LBFGS) and there != here:
             raise UsageError(
                 f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them "
-                f"in one vector. Make it of them in this order: {_first_three(there)}."
+                f"in one vector. Make it of them in this order: {first_three(there)}."
             )
         fitted = _renumbered(saved, optimizer, names, theirs)
     wrong = _of_other_shapes(fitted, optimizer, here)
@@ -119,7 +119,7 @@ def by_name(
     if left:
         rank_zero_warn(
             f"{len(states) - len(left)} of {len(states)} states were loaded into {what} (strict=False). Its "
-            f"parameters do not match {_first_three(left)}."
+            f"parameters do not match {first_three(left)}."
         )
     return {**fitted, "state": kept}
 
@@ -218,10 +218,10 @@ def _check(names: Names, theirs: Names, what: str) -> None:
     here = {name: i for i, group in enumerate(names) for name in group}
     there = {name: i for i, group in enumerate(theirs) for name in group}
     missing, unexpected = [name for name in here if name not in there], [n for n in there if n not in here]
-    errors = [f"It has no {_first_three(missing)} of this optimizer."] * bool(missing)
+    errors = [f"It has no {first_three(missing)} of this optimizer."] * bool(missing)
     if unexpected:
         close = did_you_mean(unexpected[0], here)
-        errors.append(f"It has {_first_three(unexpected)}, which this one has not.{close}")
+        errors.append(f"It has {first_three(unexpected)}, which this one has not.{close}")
     kind = "other parameters"
     if not errors:
         kind = "other groups, and settings (lr, ...) are those of groups"
@@ -236,7 +236,8 @@ def _check(names: Names, theirs: Names, what: str) -> None:
         )
 
 
-def _first_three(names: list[str]) -> str:
+def first_three(names: list[str]) -> str:
+    """Return `'a', 'b', 'c', ...`: the first three of some names."""
     return ", ".join([repr(name) for name in names[:3]]) + ", ..." * (len(names) > 3)
 
 

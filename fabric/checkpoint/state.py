@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checkpoint.optimizer_names import by_name, known_names, names_of, with_names
+from fabric.checkpoint.optimizer_names import by_name, first_three, known_names, names_of, with_names
 from fabric.checkpoint.portable import LazyTensor, from_portable, module_entries, to_portable
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.tree import flatten
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.state_keys import same_dict_type, warn_if_unloaded
+from fabric.utilities.state_keys import clean_key, same_dict_type, warn_if_unloaded
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -200,6 +200,11 @@ class _Load:
             if self.strict:
                 raise MissingKeysError(text)
             rank_zero_warn(f"fabric.load(..., strict=False) loaded nothing. {text}")
+        elif missing:
+            rank_zero_warn(
+                f"{len(state) - len(missing)} of {len(state)} entries of {name} loaded (strict=False). The "
+                f"checkpoint has no {first_three(missing)}: unchanged."
+            )
         rest = {key: value for key, value in saved.items() if key not in state}
         for key, value in saved.items():
             if key in state:
@@ -247,7 +252,8 @@ class _Load:
                 _reject_nested(value, name)
             entries = module_entries(value, inner)
             result = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
-            warn_if_unloaded(result, entries)
+            if not warn_if_unloaded(result, entries):
+                _warn_of_part(result, entries, inner)
         elif isinstance(inner, torch.optim.Optimizer):
             if _is_optimizer_state(value, inner, name):
                 value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
@@ -276,6 +282,21 @@ def _reject_nested(saved: dict[Any, Any], name: str) -> None:
         f"The checkpoint has {held} where {name} is a module, and no tensors. "
         f"{write or f'Write fabric.load(path, {deeper}).'}"
     )
+
+
+def _warn_of_part(result: Any, saved: dict[str, Any], module: torch.nn.Module) -> None:
+    """Warn if loading `saved` with `strict=False` loaded a part; `result` has torch's missing and unexpected
+    keys. A file without frozen parameters is complete: training did not change them.
+    """
+    missing, unexpected = getattr(result, "missing_keys", ()), getattr(result, "unexpected_keys", ())
+    frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
+    if unexpected or not frozen.issuperset(map(clean_key, missing)):
+        loaded = len(saved) - len(unexpected)
+        lacks = f" The checkpoint has no {first_three(missing)}: unchanged." if missing else ""
+        rest = f" The model has no {first_three(unexpected)}: not loaded." if unexpected else ""
+        rank_zero_warn(
+            f"{loaded} of {loaded + len(missing)} tensors of {name_of(module)} loaded (strict=False).{lacks}{rest}"
+        )
 
 
 def _advice(saved: dict[Any, Any], state: dict[Any, Any], place: str) -> str:

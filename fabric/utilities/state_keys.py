@@ -54,10 +54,13 @@ def add_tied_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, A
     return same_dict_type(state, {**state, **{name: value for name, value in tied.items() if name in keys}})
 
 
-def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> None:
-    """Warn if loading `saved` loaded no tensor; `result` has torch's missing and unexpected keys."""
+def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> bool:
+    """Warn if loading `saved` loaded no tensor, and return whether it did not; `result` has torch's missing
+    and unexpected keys.
+    """
     missing, unexpected = getattr(result, "missing_keys", ()), getattr(result, "unexpected_keys", ())
-    if missing and len(unexpected) >= len(saved):
+    none_loaded = bool(missing) and len(unexpected) >= len(saved)
+    if none_loaded:
         names = [*saved] or ["nothing"]
         nested = isinstance(saved.get(names[0]), dict)
         fix = f"fabric.load(path, {{{names[0]!r}: model}})" if nested else f"{missing[0]!r} for {names[0]!r}"
@@ -65,6 +68,7 @@ def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> None:
             f"0 of {len(missing)} tensors loaded. The names in the state dict ({names[0]!r}, ...) are none "
             f"of the model's ({missing[0]!r}, ...). Write {fix}."
         )
+    return none_loaded
 
 
 def key_mapping(

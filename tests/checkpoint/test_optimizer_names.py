@@ -183,7 +183,8 @@ def test_the_model_need_not_be_saved_with_its_optimizer(fabric, path):
     model, optimizer = made(fabric)
     fabric.save(path, {"optimizer": optimizer})
     other, second = made(fabric, reverse, seed=1)
-    fabric.load(path, {"model": other, "optimizer": second}, strict=False)
+    with pytest.warns(match="1 of 2 entries of state loaded .* no 'model': unchanged"):
+        fabric.load(path, {"model": other, "optimizer": second}, strict=False)
     assert moments(other, second) == moments(model, optimizer)
 
 

@@ -330,7 +330,8 @@ def save_filtered(folder):
     fabric.save(folder / "c", {"model": model, "optimizer": optimizer}, filter=keep)
     other, _ = trained(fabric, seed=5)
     before = {k: v.clone() for k, v in fabric.strategy.get_module_state_dict(other).items()}
-    fabric.load(folder / "c", {"model": other}, strict=False)
+    with pytest.warns(match="2 of 9 tensors") if fabric.is_global_zero else nullcontext():
+        fabric.load(folder / "c", {"model": other}, strict=False)
     after, saved = (fabric.strategy.get_module_state_dict(m) for m in (other, model))
     return {key: (value.equal(before[key]), value.equal(saved[key])) for key, value in after.items()}
 
