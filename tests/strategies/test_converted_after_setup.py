@@ -108,6 +108,39 @@ def test_what_is_trained_no_more_may_be_converted(ranks, strategy):
     ranks.run(after_training, strategy, world_size=2)
 
 
+SHARES = {
+    "wrapper": lambda model: model.share_memory(),
+    "module": lambda model: model.module.share_memory(),
+    "layer": lambda model: model.module[0].share_memory(),
+    "parameters": lambda model: [parameter.share_memory_() for parameter in model.parameters()],
+}
+
+
+def shares(strategy: str) -> None:
+    fabric, x = fabric_of(strategy), torch.randn(6, 4)
+    _, expected, optimizer = ready(fabric)
+    train(expected, optimizer, fabric.backward, x)
+    for share in SHARES.values():
+        _, model, optimizer = ready(fabric)
+        if strategy in ("zero2", "fsdp"):
+            with pytest.raises(UsageError, match=r"weight is split over ranks.*with fabric\.whole\(model\)"):
+                share(model)
+        else:
+            share(model)
+            assert model[0].weight.is_shared()
+        train(model, optimizer, fabric.backward, x)
+        found = model.state_dict()
+        for key, value in expected.state_dict().items():
+            torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shared_memory_of_shards_is_refused(ranks, strategy, world_size):
+    """torch ends the process in share_memory_() of a DTensor."""
+    ranks.run(shares, strategy, world_size=world_size)
+
+
 def forgotten(strategy: str) -> None:
     fabric = fabric_of(strategy)
     plain, model, optimizer = ready(fabric)

@@ -165,6 +165,7 @@ class FSDP2Runtime(DTensorLayout):
             if is_dtensor(parameter):
                 _check_strides(name, parameter)
                 parameter.register_hook = partial(_refuse_hook, name)
+                parameter.share_memory_ = partial(_refuse_sharing, name)  # torch ends the process
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
             if is_fsdp(part):  # torch's own error names no remedy
@@ -264,6 +265,18 @@ def _refuse_hook(name: str, hook: Any) -> None:
     raise UsageError(
         f"{name}.register_hook: {name} is split over ranks, and this hook would never run. Write "
         f"{name}.register_post_accumulate_grad_hook(hook), which gets the parameter with its averaged .grad."
+    )
+
+
+def _refuse_sharing(name: str) -> None:
+    """Raise in `share_memory_` of a sharded parameter, which `model.share_memory()` calls.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"share_memory: {name} is split over ranks, and other processes would read a part of it. Write "
+        "`with fabric.whole(model) as plain`, and share plain on rank zero, where it is not None."
     )
 
 
