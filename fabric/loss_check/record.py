@@ -13,6 +13,7 @@ from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.loader import sharded_iterations
+from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
 from fabric.loss_check.terms import Term, terms_of
 from fabric.replicas.digest import digest_of
 
@@ -98,9 +99,13 @@ class FirstCalls:
     def __init__(self, wrapped: Any, steps: FirstSteps) -> None:
         attributes = vars(wrapped)
         forward = attributes["forward"] = _RecordingForward(attributes["forward"], self)
+        attributes["compile"] = _RecordingCompile(wrapped, self)
+        watch_compiled(wrapped, _CompiledCall(self))
         # Weakly: torch's gradient hooks, which garbage collection does not see, have references back.
         self._model, self._forward, self._steps = map(weakref.ref, (wrapped, forward, steps))
-        self.name = type(wrapped.module).__name__
+        self.name = type(wrapped.module).__name__.removeprefix("FSDP")
+        self.is_compiled = False
+        """Whether the model was compiled after setup: its forward is traced, and its calls are recorded outside."""
         self.digests: list[Any] = []
         """Digests of the tensors of the first two calls. Empty if Fabric shards the data, or if there are
         other objects, which may contain data of this rank."""
@@ -132,13 +137,24 @@ class FirstCalls:
         if known and len(self.digests) < NUM_CALLS and any([leaf.numel() > 1 for leaf in plain]):
             self.digests.append(digest_of(plain))
 
+    def record_compiled(self, args: Any, kwargs: Any) -> None:
+        """Record a call of the model that was compiled after setup."""
+        self.is_compiled = True
+        if torch.is_grad_enabled():
+            self.record(args, kwargs)
+
     def restore_forward(self) -> None:
         """Restore the original forward, unless it was compiled: torch would compile the original again."""
         model, forward = self._model(), self._forward()
-        if model is None or forward is None or self.rows is None:
+        if model is None or forward is None:
             return
-        if vars(model).get("forward") is forward:
-            vars(model)["forward"] = forward.call
+        attributes = vars(model)
+        if isinstance(attributes.get("compile"), _RecordingCompile):
+            del attributes["compile"]
+        unwatch_compiled(model, self.is_compiled)
+        wrap_compiled_call(model, lambda call: call.call if isinstance(call, _CompiledForward) else call)
+        if attributes.get("forward") is forward and self.rows is not None and not self.is_compiled:
+            attributes["forward"] = forward.call
 
 
 class _RecordingForward:
@@ -154,12 +170,65 @@ class _RecordingForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and run the forward."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.calls.is_compiled:
             self.calls.record(args, kwargs)
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _forward_of, (self.call,)  # copies and pickled models have the forward without the record
+
+
+class _CompiledForward:
+    """The call that `model.compile()` has made, which records its calls."""
+
+    def __init__(self, call: Callable[..., Any], calls: FirstCalls) -> None:
+        self.call, self.calls = call, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call, and run the compiled forward."""
+        self.calls.record_compiled(args, kwargs)
+        return self.call(*args, **kwargs)
+
+
+class _Compile:
+    """`model.compile` of a copy of a model, whose calls are not recorded."""
+
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model."""
+        type(self.model).compile(self.model, *args, **kwargs)
+
+
+class _RecordingCompile:
+    """`model.compile` of a model whose calls are recorded."""
+
+    def __init__(self, wrapped: Any, calls: FirstCalls) -> None:
+        self.model, self.calls = weakref.ref(wrapped), calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model, and record calls of it."""
+        if (model := self.model()) is not None:
+            type(model).compile(model, *args, **kwargs)
+            wrap_compiled_call(model, lambda call: _CompiledForward(call, self.calls))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Compile, (), {"model": self.model()}
+
+
+class _CompiledCall:
+    """Records calls of `torch.compile(model)`."""
+
+    def __init__(self, calls: FirstCalls) -> None:
+        self.calls = calls
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Record the call."""
+        self.calls.record_compiled(args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of, (do_nothing,)
 
 
 def _forward_of(call: Any) -> Any:

@@ -472,6 +472,27 @@ def test_saved_of_loss():
     assert losses.saved(node, "nothing") is None
 
 
+def test_calls_of_compiled_modules_are_watched() -> None:
+    """The loss check would not see calls of models that are compiled after setup."""
+    module, seen, x = torch.nn.Linear(2, 2), [], torch.ones(1, 2)
+    losses.watch_compiled(module, lambda *call: seen.append(call))
+    compiled = torch.compile(module, backend="eager")
+    compiled(x)
+    assert seen == [(module, (x,), {})]
+    losses.unwatch_compiled(module, True)
+    compiled(x)
+    assert len(seen) == 1
+    losses.unwatch_compiled(module, False)
+    compiled(x)
+    assert not {*vars(module)} & {"_initialize_hook", "_infer_parameters"}
+    losses.wrap_compiled_call(module, lambda call: 1 / 0)  # not compiled in place
+    module.compile(backend="eager")
+    losses.wrap_compiled_call(module, lambda call: lambda x: (seen.append(x), call(x)))
+    module(x)
+    assert seen[1:] == [x]
+    assert losses.do_nothing(module, (), {}) is None
+
+
 def _in_a_group(call: Callable[[], None], tmp_path: Path) -> None:
     """In a process of its own, the only rank of a group."""
     torch.multiprocessing.spawn(_as_rank, (str(tmp_path / "store"), call))
