@@ -29,7 +29,14 @@ from fabric.core.tree import map_tree
 from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
-from fabric.utilities.init import MODEL_NAME, RANK_LOCAL, describe_module, has_meta_parameters, name_of
+from fabric.utilities.init import (
+    MODEL_NAME,
+    RANK_LOCAL,
+    describe_module,
+    has_meta_parameters,
+    name_of,
+    remember_owner,
+)
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
@@ -392,6 +399,8 @@ class SetupVerbs(RankFacts):
         if module is not original and reapply_compile:  # it is compiled
             forward_module = recompile(forward_module, like=module)
         self._strategy.modules[inner] = None
+        if self._strategy.topology.world_size > 1:
+            remember_owner(inner)
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(forward_module, self._strategy, inner), optimizers, scheduler
 

@@ -295,7 +295,8 @@ def _warn_of_part(result: Any, saved: dict[str, Any], module: torch.nn.Module) -
         lacks = f" The checkpoint has no {first_three(missing)}: unchanged." if missing else ""
         rest = f" The model has no {first_three(unexpected)}: not loaded." if unexpected else ""
         rank_zero_warn(
-            f"{loaded} of {loaded + len(missing)} tensors of {name_of(module)} loaded (strict=False).{lacks}{rest}"
+            f"{loaded} of {loaded + len(missing)} tensors of {name_of(module)} loaded (strict=False)."
+            f"{lacks}{rest}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch's autograd graph and of `torch.compile`, which `core/test_torch_internals.py` tests."""
+"""Private names of torch's graphs and of `torch.compile`, which `core/test_torch_internals.py` tests."""
 
 from __future__ import annotations
 

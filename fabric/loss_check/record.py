@@ -105,7 +105,7 @@ class FirstCalls:
         self._model, self._forward, self._steps = map(weakref.ref, (wrapped, forward, steps))
         self.name = type(wrapped.module).__name__.removeprefix("FSDP")
         self.is_compiled = False
-        """Whether the model was compiled after setup: its forward is traced, and its calls are recorded outside."""
+        """Whether the model was compiled after setup: its calls are recorded outside of what is traced."""
         self.digests: list[Any] = []
         """Digests of the tensors of the first two calls. Empty if Fabric shards the data, or if there are
         other objects, which may contain data of this rank."""

@@ -238,12 +238,12 @@ class ReplicaCheck(Part):
         self.backwards += 1
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
-            names = ", ".join([tracked.name for tracked in held] or [*map(name_of, modules or ())])
-            label = f"replica check after backward {self.backwards}, of {names or 'free parameters'}"
-            # Buffers of other models, which a forward may have changed, differ until their next backward.
             after_backward = self._strategy.layout.syncs_in_backward
+            names = [tracked.name for tracked in held] or [*map(name_of, modules or ())]
+            of = f", of {', '.join(names) or 'free parameters'}" if after_backward else ""
+            # Of a step, a rank may have deleted some. Buffers of other models differ until their backward.
             buffers = [tracked for tracked, module in held.items() if module.training and after_backward]
-            self.compare(label, buffers=buffers, only=only)
+            self.compare(f"replica check after backward {self.backwards}{of}", buffers=buffers, only=only)
         if modules is not None:
             for listener in [*self.backward_listeners]:
                 listener(modules)

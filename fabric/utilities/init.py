@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ RANK_LOCAL = "_fabric_rank_local"
 """Attribute of modules: names of their buffers that each rank keeps for itself. Copied with the module."""
 MODEL_NAME = "_fabric_name"
 """Attribute of a module that was set up: `model 0 (Actor)`, numbered in the order of setup."""
+
+_OWNERS: dict[int, tuple[Any, dict[str, str]]] = {}
+"""For the id of a parameter, until it is freed: the models that had it at setup, and its name in each."""
 
 # Helpers, of one operation, of nn.init functions that call no __torch_function__ (xavier_*, ones_). Other
 # functions run in full: trunc_normal_ repeats until its values fit, which NaN never does.
@@ -77,10 +81,42 @@ def name_of(module: nn.Module) -> str:
     return str(module.__dict__.get(MODEL_NAME, type(module).__name__.removeprefix("FSDP")))
 
 
+def remember_owner(module: nn.Module) -> None:
+    """Record the parameters of a model that was set up, for labels that are equal on all ranks: one of them
+    may have deleted the model, and an optimizer keeps its parameters.
+    """
+    for name, parameter in module.named_parameters():
+        key = id(parameter)
+        names = _names_of(parameter)
+        forget = weakref.ref(parameter, lambda _, key=key: _OWNERS.pop(key, None))  # type: ignore[misc]
+        _OWNERS[key] = forget, {**names, name_of(module): name}
+
+
+def name_of_parameter(parameter: Tensor) -> str | None:
+    """Return the name that a parameter had in the model that was set up; None: it was in none."""
+    return next(iter(_names_of(parameter).values()), None)
+
+
+def _names_of(parameter: Tensor) -> dict[str, str]:
+    known, names = _OWNERS.get(id(parameter), (None, {}))
+    return names if known is not None and known() is parameter else {}
+
+
 def names_of_owners(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> str:
-    """Return `model 0 (Actor), model 2 (Critic)`: the names of models that have any of the parameters."""
-    ids = {id(parameter) for parameter in parameters}
-    return ", ".join([name_of(model) for model in models if not ids.isdisjoint(map(id, model.parameters()))])
+    """Return `model 0 (Actor), model 2 (Critic)`: the names of models that have any of the parameters, also
+    of models that were deleted; `models` are searched for parameters that were added after setup.
+    """
+    found: dict[str, Any] = {}
+    unknown = set()
+    for parameter in parameters:
+        if names := _names_of(parameter):
+            found.update(names)
+        else:
+            unknown.add(id(parameter))
+    for model in models if unknown else ():
+        if not unknown.isdisjoint(map(id, model.parameters())):
+            found[name_of(model)] = None
+    return ", ".join(found)
 
 
 class NeedsJob(int):

@@ -58,7 +58,8 @@ def warn_if_unloaded(result: Any, saved: Mapping[str, Any]) -> bool:
     """Warn if loading `saved` loaded no tensor, and return whether it did not; `result` has torch's missing
     and unexpected keys.
     """
-    missing, unexpected = getattr(result, "missing_keys", ()), getattr(result, "unexpected_keys", ())
+    missing = [*getattr(result, "missing_keys", ())]
+    unexpected = getattr(result, "unexpected_keys", ())
     none_loaded = bool(missing) and len(unexpected) >= len(saved)
     if none_loaded:
         names = [*saved] or ["nothing"]

@@ -363,7 +363,7 @@ def test_strict_reaches_into_models(fabric, path):
         fabric.load(path, {"model": network()})
     other = nn.ModuleDict({"other": nn.Linear(1, 1), "weight": nn.Linear(1, 1)})
     other.weight = nn.Parameter(torch.zeros(3, 2))
-    with pytest.warns(match=r"1 of 3 tensors of ModuleDict loaded .* 'other.weight', .* no 'bias': not loaded"):
+    with pytest.warns(match=r"1 of 3 tensors of ModuleDict .* no 'bias': not loaded"):
         fabric.load(path, {"model": other}, strict=False)
     assert other.weight.abs().sum() > 0
 

@@ -16,7 +16,7 @@ from fabric.utilities.warnings import RanksDifferWarning
 
 
 def trained(strategy, how, step_of_copy=None):
-    """Warnings of a loop whose ranks train on equal batches, and the numbers of frames that were compiled after each step."""
+    """Warnings of a loop whose ranks train on equal batches, and the compiled frames after each step."""
     torch._dynamo.reset()
     fabric = launched(strategy)
     torch.manual_seed(0)

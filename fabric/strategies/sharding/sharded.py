@@ -30,7 +30,7 @@ from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
-from fabric.utilities.init import name_of, names_of_owners
+from fabric.utilities.init import name_of, name_of_parameter, names_of_owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -226,8 +226,9 @@ class FSDP2Runtime(DTensorLayout):
                 "A gradient is a plain tensor, and its parameter is sharded. Write p.grad = "
                 "torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
             )
-        missing = [own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad]
-        text = f"no gradient for {', '.join(missing)}" if missing else "all parameters have gradients"
+        missing = [p for p in held if p.grad is None and p.requires_grad]
+        names = [name_of_parameter(p) or own.get(id(p), "a parameter") for p in missing]
+        text = f"no gradient for {', '.join(names)}" if names else "all parameters have gradients"
         if len(args) > 1 or kwargs:
             text = "a closure computes the gradients"
         if self.passed:
