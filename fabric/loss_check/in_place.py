@@ -93,6 +93,24 @@ def _reaches(nodes: list[Any], number: int) -> bool:
     return False
 
 
+def reaches_any(roots: list[Any], numbers: set[int]) -> bool:
+    """Whether a path of the graph of these tensors leads to a node with one of the numbers.
+
+    True for a large graph in which none was found.
+    """
+    nodes = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+    seen: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or (number := node_number(node)) in seen:
+            continue
+        if number in numbers or len(seen) == _MAX_NODES:
+            return True
+        seen.add(number)
+        nodes += [each for each, _ in node.next_functions]
+    return False
+
+
 _MAX_NODES = 1000
 _NOT_LINEAR = {
     "PowBackward0", "PowBackward1", "SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log1PBackward0",

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core._torch import in_function_transform
+from fabric.core._torch import in_function_transform, node_number
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.loader import sharded_iterations
 from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
+from fabric.loss_check.in_place import reaches_any
 from fabric.loss_check.terms import Term, terms_of
 from fabric.replicas.digest import digest_of
 
@@ -50,6 +51,8 @@ class FirstSteps:
         """The terms of the first losses; none if one is unknown."""
         self.values: list[Any] = []
         """The first losses; None: no scalar."""
+        self.outputs: set[int] = set()
+        """Numbers of the graph nodes of all outputs of recorded calls; empty: unknown."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
         """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
         add_backward_listener(self)
@@ -68,7 +71,9 @@ class FirstSteps:
         """Record the factors of the loss, whose graph the backward frees, and run the backward."""
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
-        if self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES:
+        recording = self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES
+        # One rank may run a backward that is of none of these models.
+        if recording and (not self.outputs or reaches_any(roots, self.outputs)):
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
@@ -137,6 +142,13 @@ class FirstCalls:
         if known and len(self.digests) < NUM_CALLS and any([leaf.numel() > 1 for leaf in plain]):
             self.digests.append(digest_of(plain))
 
+    def record_outputs(self, out: Any) -> None:
+        """Record the nodes of a call's outputs, by which a loss of it is recognised."""
+        steps = self._steps()
+        if steps is not None and steps.active:
+            nodes = [leaf.grad_fn for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+            steps.outputs.update([node_number(node) for node in nodes if node is not None])
+
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call of the model that was compiled after setup."""
         self.is_compiled = True
@@ -172,6 +184,9 @@ class _RecordingForward:
         """Record the call, and run the forward."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.calls.is_compiled:
             self.calls.record(args, kwargs)
+            out = self.call(*args, **kwargs)
+            self.calls.record_outputs(out)
+            return out
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
