@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 def saved(node: Any, name: str) -> Any:
     """Return the value that a node of a loss's graph saved for its backward as `name`; None: it has none."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def numel_of(node: Any) -> int:
+    """Return the number of elements that a node of a loss's graph computed."""
+    return math.prod(node._input_metadata[0].shape)
 
 
 def watch_compiled(module: Module, on_call: Callable[[Any, Any, Any], None]) -> None:

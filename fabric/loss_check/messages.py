@@ -32,6 +32,17 @@ def warn_of_sum(ranks: int) -> None:
     )
 
 
+def warn_of_curved(kind: str) -> None:
+    """Warn of a loss that is no mean over rows."""
+    rank_zero_warn(
+        f"The loss of a backward has {kind}, of this rank's rows. Gradients are averaged over ranks, and the "
+        "mean of such losses of the parts is not the loss of the whole batch. Compute it per row and take "
+        "the mean; or join the ranks first: mean = fabric.all_reduce(mean, sync_grads=True), or rows = "
+        "fabric.all_gather(rows, sync_grads=True).flatten(0, 1).",
+        category=RanksDifferWarning,
+    )
+
+
 def warn_of_same(name: str, ranks: int) -> None:
     """Warn that all ranks drew the same batches."""
     rank_zero_warn(

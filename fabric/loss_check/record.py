@@ -14,6 +14,7 @@ from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.loader import sharded_iterations
 from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
+from fabric.loss_check.curved import curved_part
 from fabric.loss_check.in_place import reaches_any
 from fabric.loss_check.terms import Term, terms_of
 from fabric.replicas.digest import digest_of
@@ -53,6 +54,10 @@ class FirstSteps:
         """The first losses; None: no scalar."""
         self.outputs: set[int] = set()
         """Numbers of the graph nodes of all outputs of recorded calls; empty: unknown."""
+        self.row_outputs: set[int] = set()
+        """Those of outputs with as many rows as the input."""
+        self.curved: list[str] = []
+        """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
         """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
         add_backward_listener(self)
@@ -77,6 +82,9 @@ class FirstSteps:
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
+            rows = next((calls.sizes[0] for calls in self.calls if any(calls.sizes)), 0)
+            known = is_loss and rows > 1
+            self.curved.append(curved_part(roots[0].grad_fn, self.row_outputs, rows) if known else "")
         run(tensors, *args, **kwargs)
 
     def after_nested_pass(self) -> None:
@@ -127,7 +135,7 @@ class FirstCalls:
         if steps is None or not steps.active:
             return
         if not any([calls.sizes for calls in steps.calls]):
-            steps.losses, steps.values = [], []  # of backwards before the first call
+            steps.losses, steps.values, steps.curved = [], [], []  # of backwards before the first call
         steps.awaits_loss = True
         if len(self.sizes) == MAX_CALLS:
             return
@@ -146,8 +154,10 @@ class FirstCalls:
         """Record the nodes of a call's outputs, by which a loss of it is recognised."""
         steps = self._steps()
         if steps is not None and steps.active:
-            nodes = [leaf.grad_fn for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-            steps.outputs.update([node_number(node) for node in nodes if node is not None])
+            leaves = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+            steps.outputs.update([node_number(leaf.grad_fn) for leaf in leaves])
+            of_rows = [leaf for leaf in leaves if leaf.dim() and leaf.shape[0] == self.sizes[-1] > 1]
+            steps.row_outputs.update([node_number(leaf.grad_fn) for leaf in of_rows])
 
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call of the model that was compiled after setup."""

@@ -33,8 +33,8 @@ def terms_of(node: Any, depth: int = 0) -> list[Term]:
         depth: The number of nodes above it.
     """
     kind, nodes = type(node).__name__, [] if node is None else [each for each, _ in node.next_functions]
-    if kind in _REDUCTIONS or saved(node, "reduction") in (1, 2):
-        return [_REDUCTIONS.get(kind, _of_elements)(node)]
+    if kind in REDUCTIONS or saved(node, "reduction") in (1, 2):
+        return [REDUCTIONS.get(kind, _of_elements)(node)]
     if depth > _MAX_DEPTH or not nodes:
         return []
     if kind in ("AddBackward0", "SubBackward0"):
@@ -59,6 +59,9 @@ def _factors(node: Any) -> tuple[Any, ...] | None:
     kind = type(node).__name__
     if kind in _SAME:
         return ()
+    if kind in ("MulBackward1", "DivBackward1"):  # by a number, as torch's label smoothing does
+        number = saved(node, "other")
+        return (number if kind == "MulBackward1" else 1 / number,)
     if kind not in ("MulBackward0", "DivBackward0"):
         return None
     nodes = [each for each, _ in node.next_functions]
@@ -119,7 +122,7 @@ _OF_TORCH: dict[str, Callable[[Any], Term]] = {
 """Nodes of torch's losses."""
 _SUMS = ("SumBackward0", "SumBackward1", "NansumBackward0", "DotBackward0")
 _MEANS = ("MeanBackward0", "MeanBackward1")
-_REDUCTIONS = {**_OF_TORCH, **dict.fromkeys(_MEANS, _of_mean), **dict.fromkeys(_SUMS, _of_sum)}
+REDUCTIONS = {**_OF_TORCH, **dict.fromkeys(_MEANS, _of_mean), **dict.fromkeys(_SUMS, _of_sum)}
 """Nodes that reduce losses of items to one number. All others with a reduction: `_of_elements`."""
 _OF_ITEMS = {*_OF_TORCH, "PowBackward0", "AbsBackward0", "SubBackward0"}
 """Nodes whose elements usually are losses of items. Other nodes may multiply losses by weights of a mean."""

@@ -472,6 +472,17 @@ def test_saved_of_loss():
     assert losses.saved(node, "nothing") is None
 
 
+def test_numel_of_losses() -> None:
+    """Without it, the root of a mean over each rank's rows is not warned of."""
+    x = torch.ones(2, 3, requires_grad=True)
+    assert [losses.numel_of(y.grad_fn) for y in (x.sqrt(), x.mean(), x.mean().sqrt(), x.sum(0))] == [
+        6,
+        1,
+        1,
+        3,
+    ]
+
+
 def test_calls_of_compiled_modules_are_watched() -> None:
     """The loss check would not see calls of models that are compiled after setup."""
     module, seen, x = torch.nn.Linear(2, 2), [], torch.ones(1, 2)

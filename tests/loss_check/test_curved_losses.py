@@ -1,0 +1,95 @@
+"""Losses that are no mean over rows are warned of once; losses of rows, and of gathered rows, are not."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from data_cases import launched
+from torch import nn
+from torch.nn import functional
+
+from fabric.utilities.warnings import RanksDifferWarning
+
+
+def mse(out, y):
+    return functional.mse_loss(out, y)
+
+
+def dice(out, y):
+    p = out.sigmoid()
+    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+
+CURVED = {
+    "sqrt of a mean": lambda out, y, fabric: mse(out, y).sqrt(),
+    "log of a mean": lambda out, y, fabric: 2 * mse(out, y).log() + out.mean(),
+    "exp of a mean": lambda out, y, fabric: mse(out, y).exp(),
+    "pow of a mean": lambda out, y, fabric: (out.mean() - 1) ** 2,
+    "a quotient by": lambda out, y, fabric: dice(out, y),
+    "a product of": lambda out, y, fabric: mse(out, y) * out.square().mean(),
+    "a norm": lambda out, y, fabric: (out - y).norm(),
+    "a variance": lambda out, y, fabric: mse(out, y) + out.var(),
+    "topk or sort": lambda out, y, fabric: (out - y).square().mean(1).topk(2).values.mean(),
+    "max or median": lambda out, y, fabric: (out - y).square().max(),
+    "logsumexp": lambda out, y, fabric: torch.logsumexp((out - y).flatten(), 0),
+}
+OF_ROWS = {
+    "mean": lambda out, y, fabric: mse(out, y),
+    "norms of rows": lambda out, y, fabric: (out - y).norm(dim=1).mean(),
+    "dice of rows": lambda out, y, fabric: torch.stack(
+        [dice(*pair) for pair in zip(out, y, strict=True)]
+    ).mean(),
+    "roots of rows": lambda out, y, fabric: (
+        sum([mse(*pair).sqrt() for pair in zip(out, y, strict=True)]) / len(y)
+    ),
+    "normalised rows": lambda out, y, fabric: -(functional.normalize(out, dim=1) * y).sum(1).mean(),
+    "largest of a row": lambda out, y, fabric: out.topk(2, dim=1).values.mean() + out.max(1).values.mean(),
+    "logsumexp of rows": lambda out, y, fabric: torch.logsumexp(out, 1).mean(),
+    "divided by a constant": lambda out, y, fabric: mse(out, y) / mse(out, y).detach().clamp(7, 7),
+    "weighted by a parameter": lambda out, y, fabric: (
+        mse(out, y) * torch.ones(1, requires_grad=True).exp().sum()
+    ),
+    "norm of a parameter": lambda out, y, fabric: mse(out, y) + torch.ones(3, requires_grad=True).norm(),
+    "ratio": lambda out, y, fabric: ((out - out.detach()).exp() * y).mean(),
+    "a mean of all ranks": lambda out, y, fabric: fabric.all_reduce(mse(out, y), sync_grads=True).sqrt(),
+    "gathered rows": lambda out, y, fabric: fabric.all_gather((out - y), sync_grads=True).norm(),
+}
+
+
+def warned(strategy, kind):
+    """The warnings of a loop with this loss."""
+    fabric = launched(strategy)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            rows = slice(fabric.global_rank, None, fabric.world_size)
+            x, y = torch.randn(12, 4)[rows], torch.rand(12, 3)[rows]
+            optimizer.zero_grad()
+            fabric.backward({**CURVED, **OF_ROWS}[kind](model(x), y, fabric))
+            optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+@pytest.mark.parametrize("kind", CURVED)
+def test_a_loss_that_is_no_mean_over_rows_is_said_once(ranks, kind):
+    first, second = ranks.run(warned, "ddp", kind, world_size=2)
+    assert [text.startswith(f"The loss of a backward has {kind}") for text in first] == [True], first
+    assert second == []
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_it_is_said_under_each_strategy(ranks, strategy):
+    first, *others = ranks.run(warned, strategy, "sqrt of a mean", world_size=3)
+    assert len(first) == 1
+    assert "fabric.all_reduce(mean, sync_grads=True)" in first[0]
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_a_loss_of_rows_is_not_warned_of(ranks, kind):
+    assert ranks.run(warned, "ddp", kind, world_size=2) == [[], []]
