@@ -382,9 +382,9 @@ def memory_table(found: dict[str, dict[str, float]]) -> Table:
     return item
 
 
-def parts_tables(samples: dict[str, Samples], found: dict[str, dict[str, float]]) -> list[Table]:
-    """What zero3 has split over 2 ranks."""
-    note = "zero3 on 2 ranks, 399 MB in all, half on each. Times of rank zero, to the end on all ranks."
+def parts_tables(samples: dict[str, Samples], found: dict[str, dict[str, float]], count: int) -> list[Table]:
+    """What zero3 has split over the ranks."""
+    note = f"zero3 on {count} ranks, 399 MB in all. Times of rank zero, to the end on all ranks."
     item = timing_table("Saving what is split", samples["saves"], EACH, 1, "s", note)
     share = shares(samples["saves"], EACH)
     ours = f"sharded {share['fabric.save, sharded']:.0%} (raw dcp.save {share['raw dcp.save']:.0%}); "
@@ -398,7 +398,10 @@ def parts_tables(samples: dict[str, Samples], found: dict[str, dict[str, float]]
     rows = [[name, f"{sizes['anonymous']:.0f}", f"{sizes['whole']:.0f}"] for name, sizes in found.items()]
     head = ["case", "anonymous MiB", "whole MiB"]
     peaks = table(
-        "Peaks of a rank, zero3 on 2 ranks", head, rows, "The most of both ranks; a part is 190 MiB."
+        f"Peaks of a rank, zero3 on {count} ranks",
+        head,
+        rows,
+        f"The most of all ranks; a part is {380 // count} MiB.",
     )
     ours = f"+{found['sharded']['anonymous']:.0f} MiB; loading +{found['load sharded']['anonymous']:.0f}"
     summarise(peaks, "extra resident memory of sharded, zero3", {"ours": ours}, "0", "<= 20 MB")
@@ -409,21 +412,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2, help="of saves of what is split; not 2: only these")
     options = parser.parse_args()
     if options.what:
         measure(options.rounds, *options.what)
         return
     common = {"OMP_NUM_THREADS": "1"}
     rounds = f"--rounds={options.rounds}"
-    samples = child([__file__, "times", rounds], 1500, **common)
-    found = {name: child([__file__, "memory", name], **common, **MALLOC) for name in SAVES}
-    tables = [save_table(samples["saves"]), load_table(samples["loads"]), memory_table(found)]
+    count, tables = options.ranks, []
+    if count == 2:
+        samples = child([__file__, "times", rounds], 1500, **common)
+        found = {name: child([__file__, "memory", name], **common, **MALLOC) for name in SAVES}
+        tables = [save_table(samples["saves"]), load_table(samples["loads"]), memory_table(found)]
     with tempfile.TemporaryDirectory(dir=os.environ.get("FABRIC_BENCH_DISK")) as directory:
-        split = ranks([__file__, "times_of_parts", directory, rounds], timeout=1500, **common)
+        split = ranks([__file__, "times_of_parts", directory, rounds], count, timeout=1500, **common)
         found = {
-            name: ranks([__file__, "memory_of_parts", directory, name], **common, **MALLOC) for name in PARTS
+            name: ranks([__file__, "memory_of_parts", directory, name], count, **common, **MALLOC)
+            for name in PARTS
         }
-    show([*tables, *parts_tables(split, found)])
+    show([*tables, *parts_tables(split, found, count)])
 
 
 def measure(rounds: int, what: str, *rest: str) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 LARGE = 1 << 20
+_BUFFER = 1 << 17
+"""Bytes that a `DigestWriter` joins. Pieces of half of it are written without a copy."""
+_WRITE_BACK = 8 << 20
 _OPEN, _CLOSE = b"\x93fabric-seal\x00", b"\x00fabric-seal\x93"
 _ARCHIVE_END = b"PK\x05\x06"
 _LENGTH = 2
@@ -55,7 +58,8 @@ class DigestWriter:
     """
 
     def __init__(self, file: Any) -> None:
-        self._file, self._buffer, self._crc = file, bytearray(), Crc32()
+        self._file, self._crc = file, Crc32()
+        self._buffer, self._held = memoryview(bytearray(_BUFFER)), 0
 
     @property
     def crc(self) -> int:
@@ -69,36 +73,44 @@ class DigestWriter:
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return self.size + len(self._buffer)
+        return self.size + self._held
 
     def write(self, data: Any) -> int:
-        """Write all of `data`; in large pieces, since torch writes an archive in many small ones."""
+        """Write all of `data`. Small pieces are joined, since torch writes an archive in many of them."""
         data = memoryview(data).cast("B")
-        if len(data) < LARGE:
-            self._buffer += data
-        else:
-            self._put(self._buffer)
-            self._put(data[:-_LENGTH])
-            self._buffer = bytearray(data[-_LENGTH:])
-        if len(self._buffer) > LARGE:
-            self._put(self._buffer[:-_LENGTH])
-            del self._buffer[:-_LENGTH]
-        return len(data)
+        length = len(data)
+        if self._held + length > _BUFFER:
+            self._put_buffer(keep=max(0, _LENGTH - length))
+            if length > _BUFFER // 2:
+                self._put(data[:-_LENGTH])
+                data = data[-_LENGTH:]
+        end = self._held + len(data)
+        self._buffer[self._held : end] = data
+        self._held = end
+        return length
 
     def flush(self) -> None:
         """Do nothing: the end of the buffered bytes may still be replaced."""
 
     def finish(self) -> None:
         """Write the buffered bytes."""
-        self._put(self._buffer)
+        self._put_buffer()
 
     def seal(self, facts: Mapping[str, Any]) -> None:
         """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, for `read_seal`."""
-        self._put(self._buffer[:-_LENGTH])
+        self._put_buffer(keep=_LENGTH)
         seal = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
         text = json.dumps(seal).encode()
         comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
         write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
+
+    def _put_buffer(self, keep: int = 0) -> None:
+        """Write the buffered bytes but the last `keep`."""
+        first = max(0, self._held - keep)
+        rest = bytes(self._buffer[first : self._held])
+        self._put(self._buffer[:first])
+        self._buffer[: len(rest)] = rest
+        self._held = len(rest)
 
     def _put(self, data: Any) -> None:
         for start in range(0, len(data), LARGE):
@@ -110,14 +122,17 @@ class DigestWriter:
 def write_all(file: Any, data: Any) -> None:
     """Write all of `data` to a file that may accept a part at a time (Linux accepts up to 2 GiB).
 
-    On Linux the kernel starts the write-back at once, so that the final flush is shorter.
+    On Linux the kernel starts the write-back of each 8 MiB at once, so that the final flush is shorter.
     """
     length = len(data)
     while len(data):
         done = file.write(data)
         data = data[len(data) if done is None else done :]
     with suppress(OSError, AttributeError):  # no file of a disk; not Linux
-        os.posix_fadvise(file.fileno(), file.tell() - length, length, os.POSIX_FADV_DONTNEED)
+        end = file.tell()
+        start = (end - length) // _WRITE_BACK * _WRITE_BACK
+        if end - start >= _WRITE_BACK:
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def digest_share(ranges: Sequence[Sealed], place: int, ranks: int, local_ranks: int = 1) -> list[int]:

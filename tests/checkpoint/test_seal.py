@@ -125,10 +125,11 @@ def _write(data, writer):
         raise error.__context__ from None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_writes_of_any_size_come_to_the_same(seed, tmp_path):
     rng = random.Random(seed)
-    parts = [rng.randbytes(rng.choice([0, 1, 2, 3, 1000, (1 << 20) - 1, 1 << 20, 3 << 20])) for _ in range(6)]
+    sizes = [0, 1, 2, 3, 1000, 1 << 16, (1 << 16) + 1, (1 << 17) - 1, 1 << 17, 1 << 20, 3 << 20]
+    parts = [rng.randbytes(rng.choice(sizes)) for _ in range(9)]
     file = Trickle()
     writer = DigestWriter(file)
     for part in parts:
@@ -149,3 +150,27 @@ def test_checksums_of_torch_are_as_they_were(tmp_path):
         TorchCheckpointIO().save_checkpoint({"bad": lambda: None}, tmp_path / "b.pt")
     assert torch.serialization.get_crc32_options()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
+
+
+class Pieces(io.BytesIO):
+    """A file that keeps what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def write(self, data):
+        self.given.append(data)
+        return super().write(data)
+
+
+def test_a_piece_of_more_than_64_kib_is_written_from_its_own_memory():
+    file, data = Pieces(), bytes(700_000)
+    writer = DigestWriter(file)
+    for _ in range(3):
+        writer.write(b"head")
+        writer.write(data)
+        writer.write(b"tail")
+    writer.finish()
+    assert sum(len(piece) for piece in file.given if piece.obj is data) == 3 * (700_000 - 2)
+    assert file.getvalue() == (b"head" + data + b"tail") * 3

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fabric.checkpoint.formats.sharded.dcp import Checkpoint
+from fabric.checkpoint.formats.sharded.dcp import Checkpoint, ShardWriter
+from fabric.checkpoint.formats.sharded.plan import Chunk, describe
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.errors import RankError, UsageError
 from fabric.guard.control_connections import _Connection
@@ -169,3 +170,48 @@ def test_ranks_with_different_tensors_of_one_name(ranks, tmp_path, world_size):
             assert other[name].startswith(f"RankError: rank 0 failed while saving {tmp_path / name}: UsageEr")
             assert text in other[name]
     assert [entry.name for entry in tmp_path.iterdir()] == ["good"]
+
+
+def plan_of_layers(count, rows):
+    """Values of equal layers, and plans of two ranks that write `rows` of them each."""
+    values = {f"w{layer}": torch.zeros(4, 2) for layer in range(count)}
+    kind = "float32[4, 2]"
+    return values, [
+        [Chunk(name, kind, [2 * rank, 0], [rows if name == "w1" else 2, 2]) for name in values]
+        for rank in range(2)
+    ]
+
+
+def test_equal_layers_share_the_objects_that_describe_them():
+    metadata, keys = describe(*plan_of_layers(3, 2))
+    one, *others = metadata.state_dict_metadata.values()
+    for other in others:
+        assert other.properties is one.properties
+        assert all(box is first for box, first in zip(other.chunks, one.chunks, strict=True))
+    assert [[key.fqn for key in row] for row in keys] == [["w0", "w1", "w2"]] * 2
+
+
+def test_a_layer_with_a_hole_among_equal_layers_is_refused():
+    with pytest.raises(UsageError, match="The chunks of w1 on the ranks do not make up one tensor"):
+        describe(*plan_of_layers(3, 1))
+
+
+def autograd_of_a_plan(name):
+    fabric, seen = launched(name), set()
+    model = fabric.setup(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+    local = DTensor.to_local
+
+    def spied(self, **options):
+        seen.add(torch.is_grad_enabled())
+        return local(self, **options)
+
+    with fabric.strategy.layout.gathering(keep=True, parts=True):
+        state = fabric.strategy.get_module_state_dict(model)
+    with mock.patch.object(DTensor, "to_local", spied):
+        writer = ShardWriter({"model": state})
+        writer.plan({}, 0, fabric.global_rank)
+    return seen
+
+
+def test_a_plan_takes_local_tensors_without_autograd(ranks):
+    assert ranks.run(autograd_of_a_plan, "zero3", world_size=2) == [{False}] * 2

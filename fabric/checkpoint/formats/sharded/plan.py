@@ -60,6 +60,7 @@ def chunks_to_write(
     chunks: list[tuple[Chunk, Any]] = []
     loads: dict[Any, list[int]] = {}
     ranks_of: dict[DeviceMesh, set[int]] = {}
+    boxes: dict[Any, Any] = {}
     for name, value in values:
         owner = owners.get(name, root)
         if isinstance(value, DTensor) and not is_placeholder(value):
@@ -68,7 +69,8 @@ def chunks_to_write(
                 ranks_of[mesh] = set(mesh.mesh.flatten().tolist())
             if not {owner, rank} <= ranks_of[mesh] or not _writes_replica(value, loads):
                 continue
-            box = chunk_of(value)
+            key = mesh, value.placements, value.shape
+            box = boxes.get(key) or boxes.setdefault(key, chunk_of(value))
             chunks.append((Chunk(name, _kind(value), [*box.offsets], [*box.sizes]), value.to_local()))
         elif owner == rank and not is_placeholder(value):
             shape = value.shape if isinstance(value, torch.Tensor) else ()
@@ -127,6 +129,7 @@ def describe(
     """
     found: dict[str, Any] = {}
     keys: list[list[MetadataIndex | None]] = []
+    shared: dict[Any, Any] = {}
     known = {name: (name, _kind(value)) for name, value in values.items()}
     for rank, plan in enumerate(plans):
         keys.append([])
@@ -137,37 +140,51 @@ def describe(
                     f"{name} is {chunk.kind or 'an object'} on rank {rank}, and {kind or 'an object'} on "
                     "rank 0. One name in a checkpoint has one shape and dtype. Write different names."
                 )
-            keys[-1].append(None if name is None else _add(found, name, values[name], chunk))
+            keys[-1].append(None if name is None else _add(found, shared, values[name], chunk))
     lost = [name for name in values if name not in found]
     if lost:
         raise UsageError(
             f"No rank holds the value of {', '.join(lost[:3])}, so it cannot be saved. Remove it from the "
             "state, or give it a value on one rank."
         )
+    _check_complete(found)
+    return Metadata(found), keys
+
+
+def _check_complete(found: Mapping[str, Any]) -> None:
+    """Raise UsageError if the chunks of a tensor do not make it up. Equal boxes are one object."""
+    complete: set[Any] = set()
     for name, one in found.items():
-        if isinstance(one, TensorStorageMetadata) and not _covers(one.size, one.chunks):
+        if not isinstance(one, TensorStorageMetadata):
+            continue
+        key = one.size, *map(id, one.chunks)
+        if key not in complete and not _covers(one.size, one.chunks):
             boxes = [f"{[*each.offsets]} + {[*each.sizes]}" for each in one.chunks]
             raise UsageError(
                 f"The chunks of {name} on the ranks do not make up one tensor of shape {[*one.size]}: "
                 f"{', '.join(boxes[:8])}{', ...' * (len(boxes) > 8)} (offsets + sizes). Write the same "
                 "placements on all ranks."
             )
-    return Metadata(found), keys
+        complete.add(key)
 
 
-def _add(found: dict[str, Any], name: str, value: Any, chunk: Chunk) -> MetadataIndex:
-    """Add a chunk to the description; return its key."""
+def _add(found: dict[str, Any], shared: dict[Any, Any], value: Any, chunk: Chunk) -> MetadataIndex:
+    """Add a chunk to the description; return its key. Equal parts of it are one object: `shared`."""
+    name = chunk.name
     if not chunk.kind:
         found[name] = BytesStorageMetadata()
         return MetadataIndex(name)
     tensor = found.get(name)
     if tensor is None:
         local = value.to_local() if isinstance(value, DTensor) else value
-        properties = TensorProperties.create_from_tensor(local)
+        made = TensorProperties.create_from_tensor(local)
+        properties = shared.setdefault(tuple(vars(made).values()), made)
         tensor = found[name] = TensorStorageMetadata(properties, torch.Size(value.shape), [])
-    box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-    tensor.chunks.append(box)
-    return MetadataIndex(name, box.offsets, len(tensor.chunks) - 1)
+    key = (*chunk.offsets, *chunk.sizes)
+    if key not in shared:
+        shared[key] = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+    tensor.chunks.append(shared[key])
+    return MetadataIndex(name, shared[key].offsets, len(tensor.chunks) - 1)
 
 
 def _covers(shape: torch.Size, boxes: list[ChunkStorageMetadata]) -> bool:

@@ -88,7 +88,7 @@ def save_sharded(
         with _together(strategy, path):
             from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 
-            writer = ShardWriter(tree, rank)
+            writer = ShardWriter(tree, rank, path)
             part = begin(path) if zero else None
         directory, owners = strategy.broadcast((part, writer.owners))
         with _together(strategy, path):
@@ -113,7 +113,7 @@ def save_sharded(
     step: Any = _together(strategy, path) if wait else nullcontext()
 
     def finish() -> None:
-        with named(path):
+        with named(path), gc_disabled():
             writer.finish(directory, _read_reports(markers, path), facts)
             commit_path(directory, path)
 
