@@ -26,7 +26,7 @@ def watch_compiled(module: Module, on_call: Callable[[Any, Any, Any], None]) -> 
 
     `torch.compile(module)` calls the method that initialises lazy modules, outside of what it traces.
     """
-    vars(module).update(_initialize_hook=None, _infer_parameters=on_call)
+    vars(module).update(_initialize_hook=do_nothing, _infer_parameters=on_call)
 
 
 def unwatch_compiled(module: Module, is_compiled: bool) -> None:

@@ -36,19 +36,22 @@ class FreeParameters:
     Also under `no_backward_sync`, which concerns models only: a mean of means is the mean.
 
     Args:
-        channel: The ranks over which gradients are averaged.
+        channel: The ranks over which gradients are averaged; None, or one rank: nothing is averaged.
         layout: Its `after_sync` is called after gradients were averaged.
     """
 
-    def __init__(self, channel: Channel, layout: Any) -> None:
-        self._channel, self._layout = channel, weakref.ref(layout)
+    def __init__(self, channel: Channel | None, layout: Any) -> None:
+        self._channel = channel if channel is not None and channel.world_size > 1 else None
+        self._layout = weakref.ref(layout)
         self._refs: dict[int, weakref.ref[Tensor]] = {}
-        add_backward_listener(self)
+        if self._channel is not None:
+            add_backward_listener(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Register parameters, and broadcast the first rank's values. All ranks must call this."""
         new = [*parameters]
-        broadcast_from_group_root(new, self._channel)
+        if self._channel is not None:
+            broadcast_from_group_root(new, self._channel)
         self._refs.update({id(p): weakref.ref(p) for p in new})
 
     def alive(self) -> dict[int, Tensor]:
@@ -60,7 +63,7 @@ class FreeParameters:
         before = {key: grad_version(p) for key, p in self.alive().items()}
         run(*args, **kwargs)
         changed = {key: p for key, p in self.alive().items() if grad_version(p) != before[key]}
-        if changed:
+        if changed and self._channel is not None:
             indices = ", ".join([str(index) for index, key in enumerate(before) if key in changed])
             self._channel.check_call(call_of("backward", f"gradients of free parameters {indices}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")

@@ -134,7 +134,7 @@ class Layout(Part):
         """
         reduced = self.reduced_parameters()
         free = {p: None for p in parameters if reduced is not None and id(p) not in reduced}
-        if free and self.channel is not None and self.channel.world_size > 1:
+        if free:
             from fabric.strategies.free import FreeParameters
 
             self.free_parameters = self.free_parameters or FreeParameters(self.channel, self)

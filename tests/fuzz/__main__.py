@@ -54,7 +54,11 @@ def main() -> int:
             tally[outcome.word] += 1
             if outcome.word in (REFUSED, FOREIGN):
                 text = outcome.lines[0]
-                errors[reason(text) if outcome.word == REFUSED and reason(text) else "?  " + brief(text)] += 1
+                why = reason(text) if outcome.word == REFUSED else None
+                if outcome.word == REFUSED and why is None:  # owed, or wrong: see refusals.py
+                    failed += 1
+                    print(f"UNLISTED refusal: seed {seed}:{program.name}: {text[:200]}", flush=True)
+                errors[why or "?  " + brief(text)] += 1
                 if given.verbose or outcome.word == FOREIGN:
                     print(f"seed {seed}, {program.name}: {outcome.word}: {text[:200]}", flush=True)
             if outcome.failed and outcome.word == HANG and outcome.standing in hangs:

@@ -1,7 +1,7 @@
 """What the README, or torch, refuses: a pattern of the error's text, and why it is owed.
 
-An error that matches none of these is printed by itself at the end of a run: either it is owed and gets its
-line here, or fabric refuses too much.
+A run fails for an error that matches none of these: either it is owed and gets its line here, or fabric
+refuses too much.
 """
 
 from __future__ import annotations

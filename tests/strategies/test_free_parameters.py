@@ -160,6 +160,11 @@ def test_a_backward_on_some_ranks_only_is_named(ranks):
     assert all("gradients of free parameters 0" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp_cpu_offload"])
+def test_on_one_rank_of_each_strategy(ranks, strategy):
+    ranks.run(trains, strategy, False, False, world_size=1)
+
+
 def test_on_one_process():
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
