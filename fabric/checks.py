@@ -4,6 +4,7 @@ were not set up.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import weakref
@@ -30,7 +31,7 @@ from fabric.core._torch import BatchNorm, is_underway
 from fabric.core.arguments import check_limits
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.messages import kind_of
+from fabric.core.messages import kind_of, show
 from fabric.core.tree import flatten
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
@@ -380,3 +381,34 @@ def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
             f'{odd[0]!r} ({kind}) is not a name: logged values need a str. Write fabric.log("loss", value).'
         )
     return {name: value for name, value in values.items() if is_metric(value)}
+
+
+def check_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless `fabric.launch` can call `function` with a Fabric and these arguments.
+
+    Raises:
+        ArgumentTypeError: It is not callable, takes no positional argument, or other arguments than these.
+    """
+    if not callable(function) or isinstance(function, Module):
+        raise ArgumentTypeError(
+            f"fabric.launch(function) needs a function, but got {show(function)}. Write "
+            "fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins without a signature
+        return
+    name = getattr(function, "__name__", repr(function))
+    if not [p for p in signature.parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]:
+        raise ArgumentTypeError(
+            f"fabric.launch calls {name}(fabric, ...), but {name} takes no argument. Write def "
+            f"{name}(fabric)."
+        )
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        given = [*map(show, args), *[f"{key}={show(value)}" for key, value in kwargs.items()]]
+        raise ArgumentTypeError(
+            f"fabric.launch calls {', '.join([f'{name}(fabric', *given])}), but it is def {name}{signature}: "
+            f"{error}. Pass the arguments that it has after the Fabric: fabric.launch({name}, ...)."
+        ) from None

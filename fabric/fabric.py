@@ -6,7 +6,6 @@ A verb marked "all ranks" must be called by every rank, in the same order.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from fabric.checks import (
     check_callbacks,
     check_clipped,
     check_forward_module,
+    check_function,
     check_loggers,
     check_not_set_up,
     check_schedule,
@@ -26,7 +26,6 @@ from fabric.checks import (
 )
 from fabric.core.arguments import eager_verb, explains_arguments, item_count
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
-from fabric.core.messages import show
 from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
@@ -157,10 +156,10 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             The function's result on rank zero (on this rank, if the ranks are scripts).
 
         Raises:
-            ArgumentTypeError: `function` cannot be called with a Fabric.
+            ArgumentTypeError: `function` cannot be called with a Fabric and these arguments.
             LaunchError: A process could not be started, or failed.
         """
-        _check_function(function)
+        check_function(function, args, kwargs)
         launcher = None if self._launched else self._strategy.launcher
         if launcher is None:
             return self._run_in_rank(function, *args, **kwargs)
@@ -423,26 +422,3 @@ def _launch_before_run(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_run(fabric: Any, *args: Any, **kwargs: Any) -> Any:
     return fabric.run(*args, **kwargs)
-
-
-def _check_function(function: Any) -> None:
-    """Raise unless `function` can be called with a Fabric.
-
-    Raises:
-        ArgumentTypeError: It is not callable, or takes no positional argument.
-    """
-    if not callable(function) or isinstance(function, torch.nn.Module):
-        raise ArgumentTypeError(
-            f"fabric.launch(function) needs a function, but got {show(function)}. Write "
-            "fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
-        )
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # builtins without a signature
-        return
-    if not [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]:
-        name = getattr(function, "__name__", repr(function))
-        raise ArgumentTypeError(
-            f"fabric.launch calls {name}(fabric, ...), but {name} takes no argument. Write def "
-            f"{name}(fabric)."
-        )

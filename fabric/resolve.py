@@ -123,8 +123,8 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
         if in_code != getattr(defaults, name):
             raise ConfigurationError(
                 f"Fabric({name}={in_code!r}) contradicts {name}={value!r} from `fabric run` "
-                f"(FABRIC_{name.upper()}). Remove {name}= from the code, or leave --{name.replace('_', '-')} "
-                "out."
+                f"or FABRIC_{name.upper()}. Remove {name}= from the code, or leave "
+                f"--{name.replace('_', '-')} out, and the variable."
             )
         number = name == "num_nodes" and value.strip().isdecimal()
         request = replace(request, **{name: int(value) if number else value})  # type: ignore[arg-type]

@@ -328,6 +328,25 @@ def test_what_launch_cannot_call(fabric, function, parts):
         assert part in str(caught.value)
 
 
+def train(fabric, lr=0.1):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "parts"),
+    [
+        ((), {"epochs": 3}, ["train(fabric, epochs=3), but it is def train(fabric, lr=0.1)", "'epochs'"]),
+        ((1, 2), {}, ["train(fabric, 1, 2)", "too many positional arguments"]),
+        ((1,), {"lr": 2}, ["train(fabric, 1, lr=2)", "multiple values for argument 'lr'"]),
+    ],
+)
+def test_arguments_that_the_launched_function_has_not(fabric, args, kwargs, parts):
+    with pytest.raises(ArgumentTypeError) as caught:
+        fabric.launch(train, *args, **kwargs)
+    for part in [*parts, "Pass the arguments that it has after the Fabric: fabric.launch(train, ...)"]:
+        assert part in str(caught.value)
+
+
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
 def test_a_function_launcher_needs_a_function(strategy):
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)

@@ -244,4 +244,5 @@ def _refusal(data: Any, name: str) -> str:
             "Save plain data (numbers, strings, tensors, dict, list, tuple), or give it state_dict() and "
             "load_state_dict()."
         )
-    return f"{name} is a {kind.__module__}.{kind.__qualname__}, which safe loading would not read back. {way}"
+    text = f"{kind.__module__}.{kind.__qualname__}, which safe loading would not read back. {way}"
+    return f"{name} is {'an' if text[0] in 'aeio' else 'a'} {text}"

@@ -49,6 +49,8 @@ OWED = [
     (r"carry the loss scale", "torch's clip of scaled gradients"),
     (r"Ranks called clip_gradients .* with different data", "another limit of gradients on each rank"),
     (r"ReplicasDivergedError: ", "replicas that a statement made different"),
+    (r"from before fabric\.setup was used", "parameters that setup replaced by their shards"),
+    (r"clip_gradients got \w+ and an optimizer of another model", "a clip by the optimizer of another model"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
     # Of engines, which programs meet by --layout only.
     (r"makes its engine of a model and its optimizer together", "DeepSpeed: an optimizer without its model"),
