@@ -1,6 +1,6 @@
 """Fine-tuning a small GPT-2 of transformers, with datasets and a tokenizer that is trained on the spot.
 
-    pip install "torch-fabric[huggingface]"
+    pip install ".[huggingface]"
     python examples/huggingface.py --devices 2
     python examples/huggingface.py --devices 2 --strategy fsdp --precision bf16-mixed
 

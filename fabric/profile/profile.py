@@ -210,7 +210,7 @@ def times_of(events: list[dict[str, Any]]) -> dict[str, float]:
     times = {phase: _covered(phase_spans) for phase, phase_spans in spans.items()}
     times["whole step"] = _covered(steps)
     communication = spans["communication"]
-    times["but for communication"] = _covered([*steps, *communication]) - _covered(communication)
+    times["without communication"] = _covered([*steps, *communication]) - _covered(communication)
     return {"steps": len(steps), **{name: time / len(steps) / 1000 for name, time in times.items()}}
 
 

@@ -97,9 +97,9 @@ def test_a_trace_per_rank_and_the_slowest_rank_by_phase(ranks, tmp_path):
     rows = {line[:22].strip(): line[22:].split() for line in lines[2:-1]}
     assert list(rows) == [
         *["data", "forward", "backward", "communication", "step"],
-        *["whole step", "but for communication"],
+        *["whole step", "without communication"],
     ]
-    assert rows["forward"][2] == rows["but for communication"][2] == "1"
+    assert rows["forward"][2] == rows["without communication"][2] == "1"
     assert float(rows["forward"][1]) >= 100, "milliseconds of one step"
     assert float(rows["forward"][0]) >= 50, "of which this is the mean"
     assert rows["communication"][2] == "0", "it waits for the other"
@@ -246,7 +246,7 @@ def test_time_counts_once_and_waiting_is_not_being_busy():
         row("aten::add", 0, 1000),
     ]
     phases = {"data": 0.005, "forward": 0.01, "backward": 0.0, "communication": 0.05, "step": 0.0}
-    assert times_of(events) == {"steps": 2, **phases, "whole step": 0.1, "but for communication": 0.075}
+    assert times_of(events) == {"steps": 2, **phases, "whole step": 0.1, "without communication": 0.075}
     assert times_of(events[3:]) == {}
 
 
@@ -259,7 +259,7 @@ def test_the_table():
             "communication": communication,
             "step": 0.0,
         }
-        return {"steps": 2, **phases, "whole step": 4.0, "but for communication": busy}
+        return {"steps": 2, **phases, "whole step": 4.0, "without communication": busy}
 
     text = table({0: times(1.0, 2.5, 1.5), 3: times(3.0, 0.5, 3.5)}, Path("t"))
     assert text.splitlines() == [
@@ -271,6 +271,6 @@ def test_the_table():
         "communication              1.50     2.50  0",
         "step                       0.00     0.00  0",
         "whole step                 4.00     4.00  0",
-        "but for communication      2.50     3.50  3",
+        "without communication      2.50     3.50  3",
         "The others wait for rank 3.",
     ]
