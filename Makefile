@@ -26,7 +26,7 @@ help:
 	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
-	@echo "make test-ecosystem   Hugging Face, peft, WebDataset, loggers and the report in a browser, likewise (a part of make test-engines)"
+	@echo "make test-ecosystem   Hugging Face, peft, WebDataset, loggers, the report and the pages in a browser, likewise (a part of make test-engines)"
 	@echo "make test-pythons PYTHONS=\"3.10 3.13\"   unit tests, launches and the demo on each Python that is installed"
 	@echo "make test-torch TORCH_VERSIONS=\"2.9.1 2.15.0\"   tests and the demo on each version of torch"
 	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
@@ -66,7 +66,7 @@ test-engines: $(VENV)/.dev
 
 # What people bring along. make test-engines has them, too.
 test-ecosystem: $(VENV)/.dev
-	$(BIN)/python tests/integrations huggingface loggers peft report webdataset
+	$(BIN)/python tests/integrations docs huggingface loggers peft report webdataset
 
 # Random user programs, on ranks and in plain torch (tests/fuzz). Another SEED is another million of programs.
 MINUTES ?= 10

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,27 +10,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from browser import NEEDS_BROWSER, browsers, requests_of, wait_for
 from report_cases import start_of, steps_of, write_rank, write_run
 
 from fabric import cli
 from fabric.report.format import FILE_NAME, KINDS, STEP, pack_header
 from fabric.tools.report.aggregate import BINS
 
-CHROMIUM = next(
-    (path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None
-)
-DRIVER = shutil.which("chromedriver")
-FLAGS = """
---headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync
-"""
-pytestmark = [
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.xdist_group("report"),
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs a browser: apt install chromium chromium-driver"
-    ),
-]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("report"), NEEDS_BROWSER]
 PLOTS = 4
 
 
@@ -46,37 +31,7 @@ def page(tmp_path_factory):
 @pytest.fixture
 def browse(tmp_path):
     """Function that opens a page in a browser of its own."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    opened = []
-
-    def open_page(path, width=1200, height=900, dark=False):
-        options = webdriver.ChromeOptions()
-        options.binary_location = CHROMIUM
-        profile = tmp_path / f"profile{len(opened)}"
-        for flag in [*FLAGS.split(), f"--user-data-dir={profile}", f"--window-size={width},{height}"]:
-            options.add_argument(flag)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-        opened.append(driver)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        driver.get(path.as_uri())
-        return driver
-
-    yield open_page
-    for driver in opened:
-        driver.quit()
-
-
-def wait_for(driver, script):
-    """The first true value of a script."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(driver, 60).until(lambda _: driver.execute_script(f"return {script}"))
+    yield from browsers(tmp_path)
 
 
 def plot(driver, index):
@@ -86,14 +41,6 @@ def plot(driver, index):
     found = driver.find_elements(By.CSS_SELECTOR, ".js-plotly-plot")[index]
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
     return found.find_element(By.CSS_SELECTOR, ".nsewdrag")
-
-
-def requests_of(driver):
-    """The addresses that the page asked for; the browser's own page for new tabs has others."""
-    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    sent = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-    urls = {one["request"]["url"] for one in sent}
-    return {url for url in urls if not url.startswith(("data:", "chrome:"))}
 
 
 def test_every_plot_is_drawn_without_an_error_or_a_request(page, browse):
