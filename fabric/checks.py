@@ -395,7 +395,7 @@ def check_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
             "fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
         )
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may pass others
     except (TypeError, ValueError):  # builtins without a signature
         return
     name = getattr(function, "__name__", repr(function))

@@ -347,6 +347,17 @@ def test_arguments_that_the_launched_function_has_not(fabric, args, kwargs, part
         assert part in str(caught.value)
 
 
+def test_a_decorator_may_pass_other_arguments(fabric):
+    def with_lr(function):
+        @functools.wraps(function)
+        def call(fabric):
+            return function(fabric, 0.1)
+
+        return call
+
+    assert fabric.launch(with_lr(lambda fabric, lr: lr)) == 0.1
+
+
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
 def test_a_function_launcher_needs_a_function(strategy):
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)

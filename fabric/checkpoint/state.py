@@ -289,7 +289,11 @@ def _warn_of_part(result: Any, saved: dict[str, Any], module: torch.nn.Module) -
     keys. A file without frozen parameters is complete: training did not change them.
     """
     missing, unexpected = getattr(result, "missing_keys", ()), getattr(result, "unexpected_keys", ())
-    frozen = {key for key, parameter in module.named_parameters() if not parameter.requires_grad}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    frozen = {key for key, parameter in named if not parameter.requires_grad}
+    for path, part in module.named_modules(remove_duplicate=False):  # and buffers of frozen modules
+        if not any([parameter.requires_grad for parameter in part.parameters()]):
+            frozen.update([f"{path}.{key}" if path else key for key, _ in part.named_buffers()])
     if unexpected or not frozen.issuperset(map(clean_key, missing)):
         loaded = len(saved) - len(unexpected)
         lacks = f" The checkpoint has no {first_three(missing)}: unchanged." if missing else ""

@@ -36,8 +36,8 @@ _USER_ATTRIBUTES = ("dataset", "collate_fn", "worker_init_fn", "generator")
 class _Iteration:
     """One iteration: its epoch, and the position after the last batch that the loop received."""
 
-    def __init__(self, epoch: int, parts: Sequence[Any]) -> None:
-        self.epoch = epoch
+    def __init__(self, epoch: int, parts: Sequence[Any], batch_size: int | None = None) -> None:
+        self.epoch, self.batch_size = epoch, batch_size
         self.states_at_begin = [part.epoch_begun() for part in parts]
         """The values that `epoch_begun` of these parts returned."""
         self.position: Any = None
@@ -177,7 +177,8 @@ class _FabricDataLoader(Loader):
         epoch = adapter.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        iteration, saved = _Iteration(epoch, self._parts), self._saved
+        batch_size = getattr(self._dataloader, "batch_size", None)
+        iteration, saved = _Iteration(epoch, self._parts, batch_size), self._saved
         if torch.is_grad_enabled():
             if not adapter.per_rank:
                 sharded_iterations.add(iteration)

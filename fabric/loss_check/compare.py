@@ -54,7 +54,7 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
     kinds = [next(filter(None, of_rank.curved), "") for of_rank in facts]
     if all(kinds) and not all([of_rank == values_by_rank[0] for of_rank in values_by_rank]):
         warn_of_curved(kinds[0])  # losses that are equal on all ranks are of gathered rows
-    if None in values or not all([of_rank == values for of_rank in values_by_rank]):
+    if not values or None in values or not all([of_rank == values for of_rank in values_by_rank]):
         return  # losses of equal batches may differ on purpose: drawn actions, another loss per rank
     for calls, by_rank in zip(first.calls, zip(*digests_by_rank, strict=True), strict=True):
         if len({*by_rank[0]}) == NUM_CALLS and all([of_rank == by_rank[0] for of_rank in by_rank]):

@@ -17,25 +17,32 @@ if TYPE_CHECKING:
 
 def curved_part(root: Any, outputs: set[int], rows: int) -> str:
     """Return the name of an operation that makes a loss no mean over rows, such as `sqrt of a mean`; "": none
-    was found.
+    was found, or one for each row.
 
     Args:
         root: The node of the graph that computed the loss.
         outputs: Numbers of the nodes of the model's outputs, where the search ends.
         rows: Rows of the model's input.
     """
-    for node in _nodes(root, outputs):
-        kind, nexts = type(node).__name__, [each for each, _ in node.next_functions]
-        name = kind.removesuffix("Backward0").removesuffix("Backward1").lower()
-        if kind in _OF_ROWS and _is_over_rows(node, rows) and _leads_to(node, outputs):
-            return _OF_ROWS[kind]
-        if kind in _CURVED and numel_of(node) == 1 and _has_reduction(nexts[0], outputs):
-            return f"{name} of a mean or sum"
-        if kind == "DivBackward0" and numel_of(node) == 1 and _has_reduction(nexts[1], outputs):
-            return "a quotient by a mean or sum"
-        both = kind == "MulBackward0" and numel_of(node) == 1
-        if both and all([_has_reduction(each, outputs) for each in nexts]):
-            return "a product of means or sums"
+    if not outputs:
+        return ""
+    found = [kind for node in _nodes(root, outputs) if (kind := _curved_kind(node, outputs, rows))]
+    return found[0] if 0 < len(found) < rows else ""
+
+
+def _curved_kind(node: Any, outputs: set[int], rows: int) -> str:
+    """Return the name of what a node does, if it makes a loss no mean over rows."""
+    kind, nexts = type(node).__name__, [each for each, _ in node.next_functions]
+    name = kind.removesuffix("Backward0").removesuffix("Backward1").lower()
+    if kind in _OF_ROWS and _is_over_rows(node, rows) and _leads_to(node, outputs):
+        return _OF_ROWS[kind]
+    if kind in _CURVED and numel_of(node) == 1 and saved(node, "exponent") != 1:
+        return f"{name} of a mean or sum" if _has_reduction(nexts[0], outputs) else ""
+    if kind == "DivBackward0" and numel_of(node) == 1 and _has_reduction(nexts[1], outputs):
+        return "a quotient by a mean or sum"
+    is_product = kind == "MulBackward0" and numel_of(node) == 1
+    if is_product and all([_has_reduction(each, outputs) for each in nexts]):
+        return "a product of means or sums"
     return ""
 
 

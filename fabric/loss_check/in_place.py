@@ -94,7 +94,8 @@ def _reaches(nodes: list[Any], number: int) -> bool:
 
 
 def reaches_any(roots: list[Any], numbers: set[int]) -> bool:
-    """Whether a path of the graph of these tensors leads to a node with one of the numbers.
+    """Whether a path of the graph of these tensors leads to a node with one of the numbers, or to a leaf with
+    one of them as id.
 
     True for a large graph in which none was found.
     """
@@ -104,7 +105,7 @@ def reaches_any(roots: list[Any], numbers: set[int]) -> bool:
         node = nodes.pop()
         if node is None or (number := node_number(node)) in seen:
             continue
-        if number in numbers or len(seen) == _MAX_NODES:
+        if number in numbers or id(getattr(node, "variable", None)) in numbers or len(seen) == _MAX_NODES:
             return True
         seen.add(number)
         nodes += [each for each, _ in node.next_functions]

@@ -13,7 +13,7 @@ from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.loader import sharded_iterations
-from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
+from fabric.loss_check._torch import base_of, do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
 from fabric.loss_check.curved import curved_part
 from fabric.loss_check.in_place import reaches_any
 from fabric.loss_check.terms import Term, terms_of
@@ -54,8 +54,10 @@ class FirstSteps:
         """The first losses; None: no scalar."""
         self.outputs: set[int] = set()
         """Numbers of the graph nodes of all outputs of recorded calls; empty: unknown."""
+        self.hides_outputs = False
+        """Whether a call returned no tensor that is found, so that a loss of it may lead to no such node."""
         self.row_outputs: set[int] = set()
-        """Those of outputs with as many rows as the input."""
+        """Those of outputs with as many rows as the input, and as the batches of a loader that was set up."""
         self.curved: list[str] = []
         """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
@@ -78,7 +80,7 @@ class FirstSteps:
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
         recording = self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES
         # One rank may run a backward that is of none of these models.
-        if recording and (not self.outputs or reaches_any(roots, self.outputs)):
+        if recording and (self.hides_outputs or not self.outputs or reaches_any(roots, self._of_models())):
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
@@ -86,6 +88,11 @@ class FirstSteps:
             known = is_loss and rows > 1
             self.curved.append(curved_part(roots[0].grad_fn, self.row_outputs, rows) if known else "")
         run(tensors, *args, **kwargs)
+
+    def _of_models(self) -> set[int]:
+        """Return the numbers of the outputs' nodes, and of parameters whose gradients a loss may compute."""
+        models = [model for calls in self.calls if (model := calls.model()) is not None]
+        return self.outputs | {id(parameter) for model in models for parameter in model.parameters()}
 
     def after_nested_pass(self) -> None:
         """Do nothing: a nested pass is a part of the loss."""
@@ -129,6 +136,10 @@ class FirstCalls:
         self.dims = 0
         """Dimensions of the first tensor."""
 
+    def model(self) -> Any:
+        """Return the model, or None if it was deleted."""
+        return self._model()
+
     def record(self, args: Any, kwargs: Any) -> None:
         """Record a call, unless enough are recorded."""
         steps = self._steps()
@@ -153,11 +164,17 @@ class FirstCalls:
     def record_outputs(self, out: Any) -> None:
         """Record the nodes of a call's outputs, by which a loss of it is recognised."""
         steps = self._steps()
-        if steps is not None and steps.active:
-            leaves = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
-            steps.outputs.update([node_number(leaf.grad_fn) for leaf in leaves])
-            of_rows = [leaf for leaf in leaves if leaf.dim() and leaf.shape[0] == self.sizes[-1] > 1]
-            steps.row_outputs.update([node_number(leaf.grad_fn) for leaf in of_rows])
+        if steps is None or not steps.active:
+            return
+        leaves = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+        steps.hides_outputs |= not leaves
+        # The loop may write into an output that is a view; the loss then leads to its base.
+        nodes = [tensor.grad_fn for leaf in leaves for tensor in (leaf, base_of(leaf)) if tensor is not None]
+        steps.outputs.update([node_number(node) for node in nodes if node is not None])
+        rows = self.sizes[-1] if len(self.sizes) < MAX_CALLS else 0
+        if rows > 1 and self.dims > 1 and rows in [each.batch_size for each in sharded_iterations]:
+            plain = [leaf for leaf in leaves if not leaf.is_nested and leaf.dim() and leaf.shape[0] == rows]
+            steps.row_outputs.update([node_number(leaf.grad_fn) for leaf in plain])
 
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call of the model that was compiled after setup."""

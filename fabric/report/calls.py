@@ -85,7 +85,7 @@ class TimedForward:
         """Run the forward, and count its seconds, in one step also its floating-point operations."""
         call = self.call
         if not torch.compiler.is_compiling() and (flops := getattr(recorder_here(), "flops", None)):
-            call = partial(flops.run, call)
+            call = partial(flops.run, call) if torch.is_grad_enabled() else call  # no evaluation
         return _run(FORWARD, call, None, args, kwargs)
 
 

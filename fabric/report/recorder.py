@@ -19,7 +19,7 @@ import torch
 
 from fabric.core.source import format_line, is_user_code
 from fabric.launch.rank_exit import describe, is_secondary_failure
-from fabric.report.flops import FlopCounter
+from fabric.report.flops import FlopCounter, counts_flops
 from fabric.report.format import KINDS, pack_event, pack_step
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class StepRecorder:
         self.file.append(pack_step(self.number, time.time() - whole, seconds[:-1], whole, self._kibibytes))
         if self.flops is not None and self.flops.flops > 0:
             self.event("flops", flops=self.flops.flops)
-        self.flops = FlopCounter() if self.steps == _COUNTED_STEP else None
+        self.flops = FlopCounter() if self.steps == _COUNTED_STEP and counts_flops() else None
         if self.stragglers is not None:
             self.stragglers.stepped(self)
 

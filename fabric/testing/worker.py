@@ -122,10 +122,19 @@ def child_processes() -> dict[int, str]:
         for pid in _read(listing).split():
             process = Path("/proc", pid)
             alive = _read(process / "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
-            command = _read(process / "cmdline").replace("\0", " ").strip()
+            command = _command_line(process) if alive else ""
             if alive and "multiprocessing.forkserver" not in command and "resource_tracker" not in command:
                 children[int(pid)] = command
     return children
+
+
+def _command_line(process: Path) -> str:
+    """Return the command line of a live process. It is empty for a moment while a process starts."""
+    for _ in range(100):
+        if command := _read(process / "cmdline").replace("\0", " ").strip():
+            break
+        time.sleep(0.01)
+    return command
 
 
 def _read(path: Path) -> str:

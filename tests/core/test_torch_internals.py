@@ -483,6 +483,13 @@ def test_numel_of_losses() -> None:
     ]
 
 
+def test_a_view_has_a_base() -> None:
+    """The loss check would not recognise a loss of an output that the loop wrote into."""
+    out = torch.ones(2, 2, requires_grad=True) * 1
+    assert losses.base_of(out.view(4)) is out
+    assert losses.base_of(out) is None
+
+
 def test_calls_of_compiled_modules_are_watched() -> None:
     """The loss check would not see calls of models that are compiled after setup."""
     module, seen, x = torch.nn.Linear(2, 2), [], torch.ones(1, 2)

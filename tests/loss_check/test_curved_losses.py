@@ -9,6 +9,7 @@ import torch
 from data_cases import launched
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -54,21 +55,26 @@ OF_ROWS = {
     "norm of a parameter": lambda out, y, fabric: mse(out, y) + torch.ones(3, requires_grad=True).norm(),
     "ratio": lambda out, y, fabric: ((out - out.detach()).exp() * y).mean(),
     "a mean of all ranks": lambda out, y, fabric: fabric.all_reduce(mse(out, y), sync_grads=True).sqrt(),
+    "a power of 1": lambda out, y, fabric: mse(out, y) ** 1.0,
+    "roots of rows by masks": lambda out, y, fabric: (
+        sum([((out - y).square().mean(1) * mask).sum().sqrt() for mask in torch.eye(len(y))]) / len(y)
+    ),
     "gathered rows": lambda out, y, fabric: fabric.all_gather((out - y), sync_grads=True).norm(),
 }
 
 
-def warned(strategy, kind):
+def warned(strategy, kind, by_loader=True):
     """The warnings of a loop with this loss."""
     fabric = launched(strategy)
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
+    model, data = nn.Linear(4, 3), (torch.randn(36, 4), torch.rand(36, 3))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = DataLoader(TensorDataset(*data), 12 // fabric.world_size)
+    loader = fabric.setup_dataloaders(loader)
+    own = [[part[fabric.global_rank :: fabric.world_size] for part in data] for _ in range(3)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            rows = slice(fabric.global_rank, None, fabric.world_size)
-            x, y = torch.randn(12, 4)[rows], torch.rand(12, 3)[rows]
+        for x, y in loader if by_loader else own:
             optimizer.zero_grad()
             fabric.backward({**CURVED, **OF_ROWS}[kind](model(x), y, fabric))
             optimizer.step()
@@ -88,6 +94,12 @@ def test_it_is_said_under_each_strategy(ranks, strategy):
     assert len(first) == 1
     assert "fabric.all_reduce(mean, sync_grads=True)" in first[0]
     assert others == [[], []]
+
+
+@pytest.mark.parametrize("kind", CURVED)
+def test_rows_that_no_loader_made_may_be_no_samples(ranks, kind):
+    """The instances of one bag, points of a boundary, all items of a catalogue, steps of a sequence."""
+    assert ranks.run(warned, "ddp", kind, False, world_size=2) == [[], []]
 
 
 @pytest.mark.parametrize("kind", OF_ROWS)

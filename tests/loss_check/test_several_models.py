@@ -85,3 +85,95 @@ def test_a_backward_of_one_rank_is_no_loss_of_the_model(ranks, places, weighted)
     text = "The loss of a backward divides by 4 on rank 0, 3 on rank 1, as"
     assert [told[: len(text)] for told in first] == [text] * weighted
     assert second == []
+
+
+class Drawn(nn.Module):
+    """Returns a distribution, which has no tensor that is found."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return torch.distributions.Categorical(logits=self.layer(x))
+
+
+class Policy(nn.Linear):
+    def logp(self, x, actions):
+        return torch.distributions.Categorical(logits=self(x)).log_prob(actions)
+
+
+def masked_in_place(model, x, actions):
+    logits = model(x)
+    logits[:, :, 0] = -1e9
+    return functional_loss(logits.flatten(0, 1), actions.flatten())
+
+
+def by_a_method(model, x, actions):
+    model(x)  # the rollout
+    return -model.logp(x, actions).mean()
+
+
+def by_a_distribution(model, x, actions):
+    return -model(x).log_prob(actions).mean()
+
+
+def functional_loss(logits, actions):
+    return nn.functional.cross_entropy(logits, actions)
+
+
+OUTPUTS = {
+    "written in place": (lambda: nn.Linear(3, 4), masked_in_place),
+    "of a method": (lambda: Policy(3, 4), by_a_method),
+    "hidden in a distribution": (Drawn, by_a_distribution),
+}
+
+
+def drawn_by_rank(strategy, kind):
+    """Warnings of a policy with equal observations on all ranks, and actions that each rank draws."""
+    fabric = launched(strategy)
+    torch.manual_seed(0)
+    make, loss = OUTPUTS[kind]
+    model, critic = make(), nn.Linear(3, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    if strategy == "ddp" and hasattr(model, "logp"):
+        model.mark_forward_method("logp")
+    critic = fabric.setup_module(critic)
+    own = torch.Generator().manual_seed(fabric.global_rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            x = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(step))
+            actions = torch.randint(1, 4, (6, 5), generator=own)
+            optimizer.zero_grad()
+            value = (critic(x) - fabric.global_rank).square().mean()
+            fabric.backward(loss(model, x, actions) + value)
+            optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_actions_of_each_rank_are_no_equal_batches(ranks, kind):
+    assert ranks.run(drawn_by_rank, "ddp", kind, world_size=2) == [[], []]
+
+
+class Ragged(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return torch.nested.as_nested_tensor([out[:1], out[1:]])
+
+
+def returns_nested():
+    fabric = launched("ddp")
+    model = Ragged(3, 4)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            out = model(torch.ones(3, 3))
+            fabric.backward(torch.nested.to_padded_tensor(out, 0.0).sum() / 7)
+            optimizer.step()
+
+
+def test_a_model_may_return_a_nested_tensor(ranks):
+    ranks.run(returns_nested, world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.cli import main
+from fabric.core.errors import UsageError
 from fabric.report.flops import FlopCounter
 from fabric.report.format import pack_event, pack_header, pack_step, read
 from fabric.utilities import measure_flops
@@ -21,6 +23,13 @@ ROWS, WIDTH = 6, 16
 STEP_FLOPS = (
     2 * ROWS * WIDTH * WIDTH * 2 * 3 - 2 * ROWS * WIDTH * WIDTH
 )  # two layers; the input needs no gradient
+
+
+@pytest.fixture(autouse=True)
+def counting(monkeypatch):
+    monkeypatch.setenv("FABRIC_REPORT_FLOPS", "1")
+    yield
+    gc.collect()  # reports listen to backwards while they exist, which other tests count
 
 
 def events(directory, rank=0, kind="flops"):
@@ -40,23 +49,25 @@ def train(strategy: str, report, steps: int = 5, accumulate: int = 1, wrap=lambd
     world = dist.get_world_size() if dist.is_initialized() else 1
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, report=report)
     fabric.launch()
-    model = wrap(net())
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(accumulate):
-            x = torch.randn(
-                ROWS,
-                WIDTH,
-                generator=torch.Generator().manual_seed(100 * step + 10 * part + fabric.global_rank),
-            )
-            loss = model(x).pow(2).mean()
-            fabric.backward(loss / accumulate)
-        optimizer.step()
-        losses.append(loss.item())
-    if report is not None:
-        fabric.strategy.find_part("report").end()
+    try:
+        model = wrap(net())
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            for part in range(accumulate):
+                x = torch.randn(
+                    ROWS,
+                    WIDTH,
+                    generator=torch.Generator().manual_seed(100 * step + 10 * part + fabric.global_rank),
+                )
+                loss = model(x).pow(2).mean()
+                fabric.backward(loss / accumulate)
+            optimizer.step()
+            losses.append(loss.item())
+    finally:
+        if report is not None:
+            fabric.strategy.find_part("report").end()
     return losses
 
 
@@ -114,6 +125,57 @@ def sharded_product() -> None:
     assert counter.flops == 2 * 4 * 8 * 4, "half of the columns"
     counter.run(out.sum().backward)
     assert counter.flops >= 2 * 2 * 4 * 8 * 4
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        out = self.layer(x)
+        return torch.cond(out.sum() > 0, torch.sin, torch.cos, (out,))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[None])[0]
+
+
+def test_a_step_that_torch_cannot_count_has_no_rate(tmp_path):
+    assert len(train("auto", tmp_path, wrap=lambda model: Recurrent())) == 5
+    assert events(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in what torch.cond traces
+@pytest.mark.parametrize("counted", ["1", ""])
+def test_operators_of_higher_order_are_not_counted(tmp_path, monkeypatch, counted):
+    monkeypatch.setenv("FABRIC_REPORT_FLOPS", counted)
+    torch.compiler.reset()
+    if not counted:
+        assert len(train("auto", tmp_path, wrap=lambda model: Branches())) == 5
+        return
+    with pytest.raises(UsageError, match=r"torch runs cond in another way .* Unset FABRIC_REPORT_FLOPS"):
+        train("auto", tmp_path, wrap=lambda model: Branches())
+
+
+def test_a_model_within_another_is_counted_once(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1, report=tmp_path)
+    fabric.launch()
+    inner, outer = fabric.setup_module(nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    outer.forward = lambda x: inner(outer[0](x))
+    model, optimizer = fabric.setup(outer, torch.optim.SGD(outer.parameters(), lr=0.1))
+    for _ in range(4):
+        fabric.backward(model(torch.ones(ROWS, WIDTH)).sum())
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(ROWS, WIDTH))
+    fabric.strategy.find_part("report").end()
+    assert events(tmp_path)[0]["flops"] == STEP_FLOPS
 
 
 def test_an_operation_that_torch_cannot_count_ends_no_run(tmp_path, monkeypatch):

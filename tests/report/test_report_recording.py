@@ -127,6 +127,8 @@ def slow_backward(clock):
 def trained(fabric, clock, epochs=1, samples_per_rank=6):
     model = SlowModel(clock)
     SlowSGD.clock = clock
+    # torch adds hooks to SGD.step when a first SGD is made, which ranks of the pool may differ in.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     model, optimizer = fabric.setup(model, SlowSGD(model.parameters(), lr=0.1))
     clock.pass_(7)  # before the loop: of no step
     loader = DataLoader(Samples(clock, samples_per_rank * fabric.world_size), batch_size=2)
