@@ -412,3 +412,12 @@ def check_function(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
             f"fabric.launch calls {', '.join([f'{name}(fabric', *given])}), but it is def {name}{signature}: "
             f"{error}. Pass the arguments that it has after the Fabric: fabric.launch({name}, ...)."
         ) from None
+
+
+def empty_module_error(module: Module) -> UsageError:
+    """Return the error for a model on the meta device that the strategy does not initialise."""
+    return UsageError(
+        f"{type(module).__name__} has parameters on the meta device, which hold no values. Build it under "
+        "`with fabric.init_module():`, or give it values with model.to_empty(device=fabric.device) and load "
+        "them."
+    )

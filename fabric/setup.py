@@ -18,13 +18,13 @@ from fabric.checks import (
     check_not_set_up,
     check_optimizers,
     check_owned,
+    empty_module_error,
     warn_of_batch_norm,
     warn_of_workers,
 )
 from fabric.core.arguments import explains_arguments
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import recompile
-from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
@@ -369,11 +369,7 @@ class SetupVerbs(RankFacts):
         if empty and self._strategy.layout.traits.initialises_meta:
             move_to_device = False  # the layout creates the values on the device
         if move_to_device and empty:
-            raise UsageError(
-                f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
-                f"it under `with fabric.init_module():`, or give it values with "
-                f"model.to_empty(device=fabric.device) and load them."
-            )
+            raise empty_module_error(original)
         precision = self._strategy.precision
         inner = precision.convert_module(original)
         inner.__dict__[MODEL_NAME] = f"model {self._models - 1} ({type(inner).__name__})"

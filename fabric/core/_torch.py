@@ -126,3 +126,8 @@ def tensor_of(ref: Any) -> Any:
     tensor = ref()
     getattr(tensor, "_fix_weakref", bool)()
     return tensor
+
+
+def base_of(tensor: Any) -> Any:
+    """Return the tensor that another one is a view of, or None."""
+    return tensor._base if tensor._is_view() else None

@@ -16,11 +16,6 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def base_of(tensor: Any) -> Any:
-    """Return the tensor that another one is a view of, or None."""
-    return tensor._base if tensor._is_view() else None
-
-
 def numel_of(node: Any) -> int:
     """Return the number of elements that a node of a loss's graph computed."""
     return math.prod(node._input_metadata[0].shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.loss_check.in_place import compare_mean_gradients
 from fabric.loss_check.messages import (
-    warn_of_curved,
+    warn_of_nonlinear,
     warn_of_same,
     warn_of_sum,
     warn_of_unequal,
@@ -51,9 +51,9 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
         return  # ranks of one pipeline, for example, need the same batches
     if not ignore_rows and all([of_rank.is_sum for of_rank in facts]):
         warn_of_sum(replicas)
-    kinds = [next(filter(None, of_rank.curved), "") for of_rank in facts]
+    kinds = [next(filter(None, of_rank.nonlinear), "") for of_rank in facts]
     if all(kinds) and not all([of_rank == values_by_rank[0] for of_rank in values_by_rank]):
-        warn_of_curved(kinds[0])  # losses that are equal on all ranks are of gathered rows
+        warn_of_nonlinear(kinds[0])  # losses that are equal on all ranks are of gathered rows
     if not values or None in values or not all([of_rank == values for of_rank in values_by_rank]):
         return  # losses of equal batches may differ on purpose: drawn actions, another loss per rank
     for calls, by_rank in zip(first.calls, zip(*digests_by_rank, strict=True), strict=True):
@@ -72,7 +72,7 @@ class _Compared(NamedTuple):
     """`FirstCalls.sizes` of each model."""
     rows: tuple[int, ...]
     """Rows of each model."""
-    curved: tuple[str, ...]
+    nonlinear: tuple[str, ...]
     """What makes each loss no mean over rows."""
     is_sum: bool
     """Whether the first loss is a sum over rows."""
@@ -85,7 +85,7 @@ def _facts_of(first: FirstSteps) -> _Compared:
         weights=tuple([sum([term.weight() for term in terms]) for terms in losses]),
         sizes=tuple([tuple(calls.sizes) for calls in first.calls]),
         rows=tuple([calls.rows or 0 for calls in first.calls]),
-        curved=tuple(first.curved),
+        nonlinear=tuple(first.nonlinear),
         is_sum=bool(losses) and model is not None and model.dims > 1 and _is_sum(losses[0], model.sizes[0]),
     )
 

@@ -32,7 +32,7 @@ def warn_of_sum(ranks: int) -> None:
     )
 
 
-def warn_of_curved(kind: str) -> None:
+def warn_of_nonlinear(kind: str) -> None:
     """Warn of a loss that is no mean over rows."""
     rank_zero_warn(
         f"The loss of a backward has {kind}, of this rank's rows. Gradients are averaged over ranks, and the "

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core._torch import in_function_transform, node_number
+from fabric.core._torch import base_of, in_function_transform, node_number
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.loader import sharded_iterations
-from fabric.loss_check._torch import base_of, do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
-from fabric.loss_check.curved import curved_part
+from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
 from fabric.loss_check.in_place import reaches_any
+from fabric.loss_check.nonlinear import nonlinear_part
 from fabric.loss_check.terms import Term, terms_of
 from fabric.replicas.digest import digest_of
 
@@ -58,7 +58,7 @@ class FirstSteps:
         """Whether a call returned no tensor that is found, so that a loss of it may lead to no such node."""
         self.row_outputs: set[int] = set()
         """Those of outputs with as many rows as the input, and as the batches of a loader that was set up."""
-        self.curved: list[str] = []
+        self.nonlinear: list[str] = []
         """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
         """(label of the reduction, line, sum, sum of magnitudes) of gradients through means in place."""
@@ -86,7 +86,7 @@ class FirstSteps:
             self.values.append(roots[0].detach() if is_loss else None)
             rows = next((calls.sizes[0] for calls in self.calls if any(calls.sizes)), 0)
             known = is_loss and rows > 1
-            self.curved.append(curved_part(roots[0].grad_fn, self.row_outputs, rows) if known else "")
+            self.nonlinear.append(nonlinear_part(roots[0].grad_fn, self.row_outputs, rows) if known else "")
         run(tensors, *args, **kwargs)
 
     def _of_models(self) -> set[int]:
@@ -146,7 +146,7 @@ class FirstCalls:
         if steps is None or not steps.active:
             return
         if not any([calls.sizes for calls in steps.calls]):
-            steps.losses, steps.values, steps.curved = [], [], []  # of backwards before the first call
+            steps.losses, steps.values, steps.nonlinear = [], [], []  # of backwards before the first call
         steps.awaits_loss = True
         if len(self.sizes) == MAX_CALLS:
             return

@@ -85,11 +85,13 @@ def remember_owner(module: nn.Module) -> None:
     """Record the parameters of a model that was set up, for labels that are equal on all ranks: one of them
     may have deleted the model, and an optimizer keeps its parameters.
     """
-    for name, parameter in module.named_parameters():
-        key = id(parameter)
-        names = _names_of(parameter)
+    label = name_of(module)
+    for name, parameter in module.named_parameters():  # no call of a function of ours for each
+        known, names = _OWNERS.get(key := id(parameter), (None, {}))
+        if known is None or known() is not parameter:
+            names = {}
         forget = weakref.ref(parameter, lambda _, key=key: _OWNERS.pop(key, None))  # type: ignore[misc]
-        _OWNERS[key] = forget, {**names, name_of(module): name}
+        _OWNERS[key] = forget, {**names, label: name}
 
 
 def name_of_parameter(parameter: Tensor) -> str | None:

@@ -332,10 +332,10 @@ def test_views_are_made_again_of_another_base() -> None:
     """A write into a row of a sharded parameter is made in the gathered one."""
     base, other = torch.zeros(4, 3), torch.zeros(4, 3)
     for view in (base[1:][0], base.t()[2], base.view(-1)[3:5], base.chunk(3)[1]):
-        assert sharding.base_of(view) is base
+        assert core.base_of(view) is base
         sharding.view_of(view, other).add_(1)
         view.add_(1)
-    assert sharding.base_of(base) is None
+    assert core.base_of(base) is None
     torch.testing.assert_close(other, base)
     assert base.any()
 
@@ -486,8 +486,8 @@ def test_numel_of_losses() -> None:
 def test_a_view_has_a_base() -> None:
     """The loss check would not recognise a loss of an output that the loop wrote into."""
     out = torch.ones(2, 2, requires_grad=True) * 1
-    assert losses.base_of(out.view(4)) is out
-    assert losses.base_of(out) is None
+    assert core.base_of(out.view(4)) is out
+    assert core.base_of(out) is None
 
 
 def test_calls_of_compiled_modules_are_watched() -> None:

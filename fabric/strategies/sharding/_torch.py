@@ -24,11 +24,6 @@ def dtensor_handlers() -> Any:
     return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
 
 
-def base_of(tensor: Any) -> Any:
-    """Return the tensor that another one is a view of, or None."""
-    return tensor._base if tensor._is_view() else None
-
-
 def view_of(tensor: Any, base: Any) -> Any:
     """Return the view of `base` that `tensor` is of its own base, which has the same shape."""
     return tensor._view_func_unsafe(base)

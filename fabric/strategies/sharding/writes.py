@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fabric.core._torch import memory_of
+from fabric.core._torch import base_of, memory_of
 from fabric.core.tree import map_tree
-from fabric.strategies.sharding._torch import assign_shards, base_of, view_of
+from fabric.strategies.sharding._torch import assign_shards, view_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ def dice(out, y):
     return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
 
 
-CURVED = {
+NONLINEAR = {
     "sqrt of a mean": lambda out, y, fabric: mse(out, y).sqrt(),
     "log of a mean": lambda out, y, fabric: 2 * mse(out, y).log() + out.mean(),
     "exp of a mean": lambda out, y, fabric: mse(out, y).exp(),
@@ -76,12 +76,12 @@ def warned(strategy, kind, by_loader=True):
         warnings.simplefilter("always")
         for x, y in loader if by_loader else own:
             optimizer.zero_grad()
-            fabric.backward({**CURVED, **OF_ROWS}[kind](model(x), y, fabric))
+            fabric.backward({**NONLINEAR, **OF_ROWS}[kind](model(x), y, fabric))
             optimizer.step()
     return [str(w.message) for w in caught if w.category is RanksDifferWarning]
 
 
-@pytest.mark.parametrize("kind", CURVED)
+@pytest.mark.parametrize("kind", NONLINEAR)
 def test_a_loss_that_is_no_mean_over_rows_is_said_once(ranks, kind):
     first, second = ranks.run(warned, "ddp", kind, world_size=2)
     assert [text.startswith(f"The loss of a backward has {kind}") for text in first] == [True], first
@@ -96,7 +96,7 @@ def test_it_is_said_under_each_strategy(ranks, strategy):
     assert others == [[], []]
 
 
-@pytest.mark.parametrize("kind", CURVED)
+@pytest.mark.parametrize("kind", NONLINEAR)
 def test_rows_that_no_loader_made_may_be_no_samples(ranks, kind):
     """The instances of one bag, points of a boundary, all items of a catalogue, steps of a sequence."""
     assert ranks.run(warned, "ddp", kind, False, world_size=2) == [[], []]

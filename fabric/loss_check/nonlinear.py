@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def curved_part(root: Any, outputs: set[int], rows: int) -> str:
+def nonlinear_part(root: Any, outputs: set[int], rows: int) -> str:
     """Return the name of an operation that makes a loss no mean over rows, such as `sqrt of a mean`; "": none
     was found, or one for each row.
 
@@ -26,17 +26,17 @@ def curved_part(root: Any, outputs: set[int], rows: int) -> str:
     """
     if not outputs:
         return ""
-    found = [kind for node in _nodes(root, outputs) if (kind := _curved_kind(node, outputs, rows))]
+    found = [kind for node in _nodes(root, outputs) if (kind := _nonlinear_kind(node, outputs, rows))]
     return found[0] if 0 < len(found) < rows else ""
 
 
-def _curved_kind(node: Any, outputs: set[int], rows: int) -> str:
+def _nonlinear_kind(node: Any, outputs: set[int], rows: int) -> str:
     """Return the name of what a node does, if it makes a loss no mean over rows."""
     kind, nexts = type(node).__name__, [each for each, _ in node.next_functions]
     name = kind.removesuffix("Backward0").removesuffix("Backward1").lower()
     if kind in _OF_ROWS and _is_over_rows(node, rows) and _leads_to(node, outputs):
         return _OF_ROWS[kind]
-    if kind in _CURVED and numel_of(node) == 1 and saved(node, "exponent") != 1:
+    if kind in _NONLINEAR and numel_of(node) == 1 and saved(node, "exponent") != 1:
         return f"{name} of a mean or sum" if _has_reduction(nexts[0], outputs) else ""
     if kind == "DivBackward0" and numel_of(node) == 1 and _has_reduction(nexts[1], outputs):
         return "a quotient by a mean or sum"
@@ -84,7 +84,7 @@ def _nodes(root: Any, outputs: set[int]) -> Iterator[Any]:
 
 
 _MAX_NODES = 200
-_CURVED = {
+_NONLINEAR = {
     "SqrtBackward0", "RsqrtBackward0", "LogBackward0", "Log10Backward0", "Log2Backward0", "Log1PBackward0",
     "ExpBackward0", "PowBackward0", "ReciprocalBackward0", "SigmoidBackward0", "TanhBackward0",
 }  # fmt: skip
