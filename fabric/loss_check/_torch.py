@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def numel_of(node: Any) -> int:
-    """Return the number of elements that a node of a loss's graph computed."""
-    return math.prod(node._input_metadata[0].shape)
+def shape_of(node: Any, index: int = 0) -> tuple[int, ...]:
+    """Return the shape of a value that a node of a loss's graph computed; `index`: which of several."""
+    return (*node._input_metadata[index].shape,)
 
 
 def watch_compiled(module: Module, on_call: Callable[[Any, Any, Any], None]) -> None:

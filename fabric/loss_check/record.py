@@ -16,6 +16,7 @@ from fabric.data.loader import sharded_iterations
 from fabric.loss_check._torch import do_nothing, unwatch_compiled, watch_compiled, wrap_compiled_call
 from fabric.loss_check.in_place import reaches_any
 from fabric.loss_check.nonlinear import nonlinear_part
+from fabric.loss_check.row_dims import layers_of
 from fabric.loss_check.terms import Term, terms_of
 from fabric.replicas.digest import digest_of
 
@@ -56,8 +57,12 @@ class FirstSteps:
         """Numbers of the graph nodes of all outputs of recorded calls; empty: unknown."""
         self.hides_outputs = False
         """Whether a call returned no tensor that is found, so that a loss of it may lead to no such node."""
+        self.rows = 0
+        """Rows of a batch of a loader that was set up, as the inputs of the models have them; 0: unknown."""
         self.row_outputs: set[int] = set()
-        """Those of outputs with as many rows as the input, and as the batches of a loader that was set up."""
+        """The nodes of outputs with these rows."""
+        self.has_views = False
+        """Whether a model was called with twice these rows: two views of each, or something else."""
         self.nonlinear: list[str] = []
         """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
@@ -84,10 +89,17 @@ class FirstSteps:
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.values.append(roots[0].detach() if is_loss else None)
-            rows = next((calls.sizes[0] for calls in self.calls if any(calls.sizes)), 0)
-            known = is_loss and rows > 1
-            self.nonlinear.append(nonlinear_part(roots[0].grad_fn, self.row_outputs, rows) if known else "")
+            self.nonlinear.append(self._nonlinear_part(roots[0].grad_fn) if is_loss else "")
         run(tensors, *args, **kwargs)
+
+    def _nonlinear_part(self, root: Any) -> str:
+        """Return what makes a loss no mean over rows of the batch; "": nothing known."""
+        if self.rows < 2 or root is None:
+            return ""
+        of_forward = node_number(root) in self.outputs
+        return nonlinear_part(
+            root, layers_of(root) if of_forward else self.row_outputs, self.rows, self.has_views
+        )
 
     def _of_models(self) -> set[int]:
         """Return the numbers of the outputs' nodes, and of parameters whose gradients a loss may compute."""
@@ -172,7 +184,10 @@ class FirstCalls:
         nodes = [tensor.grad_fn for leaf in leaves for tensor in (leaf, base_of(leaf)) if tensor is not None]
         steps.outputs.update([node_number(node) for node in nodes if node is not None])
         rows = self.sizes[-1] if len(self.sizes) < MAX_CALLS else 0
-        if rows > 1 and self.dims > 1 and rows in [each.batch_size for each in sharded_iterations]:
+        sizes = [each.batch_size for each in sharded_iterations]
+        batch = next((size for size in sizes if rows in (size, 2 * size)), 0)
+        if batch > 1:
+            steps.rows, steps.has_views = batch, steps.has_views or rows > batch
             plain = [leaf for leaf in leaves if not leaf.is_nested and leaf.dim() and leaf.shape[0] == rows]
             steps.row_outputs.update([node_number(leaf.grad_fn) for leaf in plain])
 

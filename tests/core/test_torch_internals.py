@@ -472,15 +472,12 @@ def test_saved_of_loss():
     assert losses.saved(node, "nothing") is None
 
 
-def test_numel_of_losses() -> None:
-    """Without it, the root of a mean over each rank's rows is not warned of."""
+def test_shapes_of_losses() -> None:
+    """Without them, the root of a mean over each rank's rows is not warned of."""
     x = torch.ones(2, 3, requires_grad=True)
-    assert [losses.numel_of(y.grad_fn) for y in (x.sqrt(), x.mean(), x.mean().sqrt(), x.sum(0))] == [
-        6,
-        1,
-        1,
-        3,
-    ]
+    assert [losses.shape_of(y.grad_fn) for y in (x.sqrt(), x.mean(), x.sum(0))] == [(2, 3), (), (3,)]
+    node = x.split([1, 2], dim=1)[1].sqrt().grad_fn
+    assert losses.shape_of(*node.next_functions[0]) == (2, 2)
 
 
 def test_a_view_has_a_base() -> None:

@@ -29,12 +29,38 @@ NONLINEAR = {
     "exp of a mean": lambda out, y, fabric: mse(out, y).exp(),
     "pow of a mean": lambda out, y, fabric: (out.mean() - 1) ** 2,
     "a quotient by": lambda out, y, fabric: dice(out, y),
-    "a product of": lambda out, y, fabric: mse(out, y) * out.square().mean(),
+    "a product with a mean": lambda out, y, fabric: mse(out, y) * out.square().mean(),
     "a norm": lambda out, y, fabric: (out - y).norm(),
     "a variance": lambda out, y, fabric: mse(out, y) + out.var(),
     "topk or sort": lambda out, y, fabric: (out - y).square().mean(1).topk(2).values.mean(),
     "max or median": lambda out, y, fabric: (out - y).square().max(),
     "logsumexp": lambda out, y, fabric: torch.logsumexp((out - y).flatten(), 0),
+    "softmax over rows": lambda out, y, fabric: -(out.log_softmax(0) * y).sum(1).mean(),
+    "pow of": lambda out, y, fabric: (out.mean(0) - y.mean(0)).square().sum(),
+    "mse loss of a mean": lambda out, y, fabric: mse(out.mean(0), y.mean(0)),
+    "log of": lambda out, y, fabric: -(out.softmax(1).mean(0).log()).sum(),
+    "a product with a mean or sum": lambda out, y, fabric: torch.cov(out.T).square().sum(),
+    "abs of a mean": lambda out, y, fabric: mse(out, y) + (out.mean() - 1).abs(),
+    "a product": lambda out, y, fabric: ((out - y).square() * (out - y).abs().mean()).mean(),
+}
+PAIRS = {
+    "negatives of the batch": lambda out, y: functional.cross_entropy(
+        out @ out.mT / 0.1, torch.arange(len(y))
+    ),
+    "einsum": lambda out, y: torch.einsum("bd,cd->bc", out, out).logsumexp(1).mean(),
+    "of part of a row": lambda out, y: functional.cross_entropy(
+        out[:, :2] @ out[:, 1:].T, torch.arange(len(y))
+    ),
+    "of normalised rows": lambda out, y: functional.cross_entropy(
+        functional.normalize(out) @ functional.normalize(out).T, torch.arange(len(y))
+    ),
+    "cosines": lambda out, y: functional.cosine_similarity(out[:, None], out[None], dim=-1).exp().mean(),
+    "distances": lambda out, y: torch.cdist(out, out).mean(),
+    "distances of pairs": lambda out, y: torch.pdist(out).mean(),
+    "differences": lambda out, y: (out[:, None] - out[None]).square().exp().mean(),
+    "differences of scores": lambda out, y: functional.softplus(out[:, :1] - out[:, 0]).mean(),
+    "a covariance": lambda out, y: (out.mT @ out / len(y)).square().sum(),
+    "per head": lambda out, y: torch.einsum("bhd,chd->hbc", *[out.unflatten(1, (3, 1))] * 2).exp().mean(),
 }
 OF_ROWS = {
     "mean": lambda out, y, fabric: mse(out, y),
@@ -59,15 +85,27 @@ OF_ROWS = {
     "roots of rows by masks": lambda out, y, fabric: (
         sum([((out - y).square().mean(1) * mask).sum().sqrt() for mask in torch.eye(len(y))]) / len(y)
     ),
+    "products within rows": lambda out, y, fabric: (out[:, :, None] @ out[:, None]).exp().mean(),
+    "differences within rows": lambda out, y, fabric: (out[:, :, None] - out[:, None]).exp().mean(),
+    "distances within rows": lambda out, y, fabric: torch.cdist(out[:, :, None], y[:, :, None]).mean(),
+    "classes": lambda out, y, fabric: functional.cross_entropy(
+        out @ torch.ones(3, 12, requires_grad=True), torch.arange(len(y))
+    ),
+    "attention": lambda out, y, fabric: (
+        functional.scaled_dot_product_attention(*[out[:, :, None] for _ in range(3)]).square().mean()
+    ),
+    "gathered negatives": lambda out, y, fabric: functional.cross_entropy(
+        out @ fabric.all_gather(out, sync_grads=True).flatten(0, 1).T, torch.arange(len(y))
+    ),
     "gathered rows": lambda out, y, fabric: fabric.all_gather((out - y), sync_grads=True).norm(),
 }
 
 
-def warned(strategy, kind, by_loader=True):
+def warned(strategy, kind, by_loader=True, loss=None):
     """The warnings of a loop with this loss."""
     fabric = launched(strategy)
     torch.manual_seed(0)
-    model, data = nn.Linear(4, 3), (torch.randn(36, 4), torch.rand(36, 3))
+    model, data = WithLoss(loss) if loss else nn.Linear(4, 3), (torch.randn(36, 4), torch.rand(36, 3))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     loader = DataLoader(TensorDataset(*data), 12 // fabric.world_size)
     loader = fabric.setup_dataloaders(loader)
@@ -76,9 +114,29 @@ def warned(strategy, kind, by_loader=True):
         warnings.simplefilter("always")
         for x, y in loader if by_loader else own:
             optimizer.zero_grad()
-            fabric.backward({**NONLINEAR, **OF_ROWS}[kind](model(x), y, fabric))
+            fabric.backward(loss_of(kind, model, x, y, fabric))
             optimizer.step()
     return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+def loss_of(kind, model, x, y, fabric):
+    if kind == "two views":
+        first, second = model(torch.cat([x, x + 1])).chunk(2)
+        return functional.cross_entropy(first @ second.T, torch.arange(len(y)))
+    if kind in PAIRS:
+        return PAIRS[kind](model(x), y)
+    return {**NONLINEAR, **OF_ROWS}[kind](model(x), y, fabric) if kind else model(x, y)
+
+
+class WithLoss(nn.Module):
+    """A model whose forward returns the loss."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.layers, self.kind = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), loss
+
+    def forward(self, x, y):
+        return PAIRS.get(self.kind, mse)(self.layers(x), y)
 
 
 @pytest.mark.parametrize("kind", NONLINEAR)
@@ -105,3 +163,20 @@ def test_rows_that_no_loader_made_may_be_no_samples(ranks, kind):
 @pytest.mark.parametrize("kind", OF_ROWS)
 def test_a_loss_of_rows_is_not_warned_of(ranks, kind):
     assert ranks.run(warned, "ddp", kind, world_size=2) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [*PAIRS, "two views"])
+def test_pairs_of_rows_are_said_once(ranks, kind):
+    first, second = ranks.run(warned, "ddp", kind, world_size=2)
+    assert len(first) == 1, first
+    assert "products or differences of rows with other rows" in first[0]
+    assert "fabric.all_gather(rows, sync_grads=True)" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_forward_that_returns_the_loss(ranks, strategy):
+    for loss in ("negatives of the batch", "a covariance"):
+        first, second = ranks.run(warned, strategy, "", loss=loss, world_size=2)
+        assert (len(first), second) == (1, [])
+    assert ranks.run(warned, strategy, "", loss="mean", world_size=2) == [[], []]
