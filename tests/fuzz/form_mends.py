@@ -112,6 +112,22 @@ check.warn_of_last_batch = lambda *_: None
         ("ddp", "zero1", "fsdp"),
         kind="batches",
     ),
+    "losses that compare rows with other rows are warned of": Mend(
+        """
+import fabric.loss_check.nonlinear as nonlinear
+nonlinear._is_between_rows = lambda done: False
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="rows",
+    ),
+    "losses that are no mean over rows are warned of": Mend(
+        """
+import fabric.loss_check.nonlinear as nonlinear
+nonlinear._kind = lambda done: ""
+""",
+        ("ddp", "zero1", "fsdp", "zero2"),
+        kind="rows",
+    ),
     "numbers that were reduced in place are watched": Mend(
         """
 import fabric.loss_check.in_place as in_place

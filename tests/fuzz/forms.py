@@ -235,6 +235,55 @@ LOADER = """
 loader = DataLoader(Rows($rows), batch_size=24 // parts(fabric)$shuffle)
 loader = fabric.setup_dataloaders(loader)
 """
+ROWS_OF_LOADER = """
+for step in range(2):
+    for ids, x in loader:
+        note.seen('loader', ids)
+        $o.zero_grad()
+        out = $m(x)
+        fabric.backward($loss)
+        $o.step()
+"""
+LOADER_OF_ROWS = """
+loader = fabric.setup_dataloaders(DataLoader(Rows(36), batch_size=12 // parts(fabric)))
+"""
+OWN = "torch.arange(len(out))"
+JOINED = (
+    "(out - 1).square().mean().sqrt()",
+    "(out.mean(0) - 1).square().sum()",
+    "nn.functional.mse_loss(out.mean(0), torch.ones(4).to(out))",
+    "out.var(0).mean()",
+    "(out - out.mean(0)).square().mean()",
+    "(out - 1).norm() / 3",
+    "out.square().mean() * out.sin().mean()",
+    "out.square().sum() / (1 + out.abs().sum())",
+    "out.softmax(0).square().sum()",
+    "out.logsumexp(0).mean()",
+    "(out - 1).square().mean(1).topk(2).values.mean()",
+    f"nn.functional.cross_entropy(out @ out.T, {OWN})",
+    f"nn.functional.cross_entropy(nn.functional.normalize(out) @ out.T, {OWN})",
+    "(out.T @ out / len(out)).square().sum()",
+    "torch.cdist(out, out).square().mean()",
+    "torch.einsum('bi,ci->bc', out, out).sin().mean()",
+    "(out[:, None] - out).square().exp().mean()",
+    "nn.functional.cosine_similarity(out[:, None], out[None], dim=2).square().mean()",
+)
+OF_ROWS = (
+    "(out - 1).square().mean(1).sqrt().mean()",
+    "(out - 1).norm(dim=1).mean()",
+    "(out - out.mean(1, keepdim=True)).square().mean()",
+    "out.var(1).mean()",
+    "(out[:, :, None] @ out[:, None]).sin().mean()",
+    "(out[:, :, None] - out[:, None]).square().mean()",
+    "torch.cdist(out[:, :, None], out[:, :, None]).square().mean()",
+    "(out @ torch.ones(4, 12).to(out)).logsumexp(1).mean()",
+    "out.T.softmax(0).square().mean()",
+    "nn.functional.cosine_similarity(out, out.flip(1), dim=1).mean()",
+    "sum([row.norm() for row in out]) / len(out)",
+    "out.topk(2, dim=1).values.sin().mean() + out.logsumexp(1).mean()",
+    "out.view(-1, 2).norm(dim=1).mean()",
+    "out.square().mean() * 2 + out.sin().sum() / out.numel()",
+)
 
 FORMS = [
     Form("labels", LABELLED, {"loss": MEANS, "spread": ("uneven",)}, warned=True),
@@ -332,6 +381,8 @@ FORMS = [
     Form(
         "switched", SWITCHED, {**CLASSES, "setup": ("fabric.setup_optimizers", "fabric.setup_optimizers", "")}
     ),
+    Form("rows", ROWS_OF_LOADER, {"loss": JOINED}, once=LOADER_OF_ROWS, warned=True, loops=True, without=SHARED),
+    Form("rows", ROWS_OF_LOADER, {"loss": OF_ROWS}, once=LOADER_OF_ROWS, loops=True, without=SHARED),
     Form("batches", ZIPPED, SHUFFLED, once=LOADERS, loops=True),
     Form("batches", SHORT, {**SHUFFLED, "rows": ("36", "60")}, once=LOADER, loops=True),
     Form(
