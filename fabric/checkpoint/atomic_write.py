@@ -200,9 +200,9 @@ def commit_path(part: Path, path: Path) -> None:
         flush_directory(path.parent)
         return
     aside = part.with_suffix(".old")
-    if part in _modes:
-        _apply_modes(part, path)
-    with directory_lock(path.parent):
+    with directory_lock(path.parent):  # another save to this path renames it meanwhile
+        if part in _modes:
+            _apply_modes(part, path)
         if os.path.lexists(path):
             path.rename(aside)
         try:

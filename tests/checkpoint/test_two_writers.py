@@ -1,12 +1,15 @@
 """Saves of several processes into one directory, at the same time."""
 
 import os
+import stat
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from fabric import Fabric
+from fabric.checkpoint.atomic_write import commit_path, temporary_path
 
 SCRIPT = """
 import sys, torch
@@ -66,3 +69,21 @@ def test_a_directory_that_a_living_save_writes_stays_and_that_of_a_killed_one_go
             other.kill()
     fabric.save(path, {"step": 2}, format="sharded")
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_modes_of_what_another_save_sets_aside_meanwhile(tmp_path, monkeypatch):
+    """They are read under the lock, in which nobody renames the former checkpoint."""
+    path, aside = tmp_path / "checkpoint", tmp_path / "aside"
+    path.mkdir()
+    path.chmod(0o701)
+    part = temporary_path(path, directory=True)
+    path.rename(aside)
+
+    @contextmanager
+    def lock(directory):
+        aside.rename(path)
+        yield
+
+    monkeypatch.setattr("fabric.checkpoint.atomic_write.directory_lock", lock)
+    commit_path(part, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o701
