@@ -20,6 +20,7 @@ from fabric.strategies.tensor_sync import (
     differing,
     grad_version,
 )
+from fabric.utilities.init import name_of_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,8 +65,8 @@ class FreeParameters:
         run(*args, **kwargs)
         changed = {key: p for key, p in self.alive().items() if grad_version(p) != before[key]}
         if changed and self._channel is not None:
-            indices = ", ".join([str(index) for index, key in enumerate(before) if key in changed])
-            self._channel.check_call(call_of("backward", f"gradients of free parameters {indices}"))
+            names = [_free_name(index, changed[key]) for index, key in enumerate(before) if key in changed]
+            self._channel.check_call(call_of("backward", f"gradients of {', '.join(names)}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
             layout = self._layout()
             if layout is not None and layout.after_sync is not None and layout.traits.lockstep:
@@ -164,6 +165,10 @@ class StepCheck:
                 f"differ between ranks. Write {fix}, or average them: fabric.all_reduce(p.grad). If each "
                 "rank trains its own model, write loss.backward() in place of fabric.backward(loss)."
             )
+
+
+def _free_name(index: int, parameter: Tensor) -> str:
+    return name_of_parameter(parameter) or f"free parameter {index}"
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

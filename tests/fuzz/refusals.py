@@ -12,7 +12,6 @@ OWED = [
     (r"were never synchronised", "a step whose gradients were all made under no_backward_sync"),
     (r"got no gradient in this backward", "DDP and a forward that leaves parameters out"),
     (r"was frozen at fabric\.setup and requires a gradient now", "a part that is thawed after setup"),
-    (r"fully_shard doesn't support scalar parameters", "0-dim parameters of sharded models"),
     (r"got the gradient of .* twice in one backward", "reentrant checkpoints under DDP"),
     (r"was called where it leaves the gradients", "loss.backward() that fabric did not arm"),
     (r"setup removed from the model", "an optimizer that was forgotten in setup"),

@@ -157,7 +157,7 @@ def on_one_rank_only() -> None:
 
 def test_a_backward_on_some_ranks_only_is_named(ranks):
     errors = ranks.run_expecting_errors(on_one_rank_only, world_size=2)
-    assert all("gradients of free parameters 0" in str(error) for error in errors)
+    assert all("gradients of free parameter 0" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp_cpu_offload"])

@@ -698,10 +698,6 @@ def refused(case: str) -> None:
         model.words = nn.Embedding(3, 2, sparse=True)
         with pytest.raises(UsageError, match=r"words has sparse=True, .* Write sparse=False, or strategy="):
             fabric.setup(model)
-    elif case == "scalar":
-        model.temperature = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(ValueError, match=r"scalar parameters. Change temperature to a 1D tensor"):
-            fabric.setup(model)
     elif case == "LBFGS":
         with pytest.raises(UsageError, match="LBFGS joins all parameters in one vector"):
             fabric.setup(model, torch.optim.LBFGS(model.parameters()))
@@ -720,7 +716,7 @@ def refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["hook", "sparse", "scalar", "LBFGS", "functional_call", "clip on rank zero"]
+    "case", ["hook", "sparse", "LBFGS", "functional_call", "clip on rank zero"]
 )
 def test_what_would_go_wrong_silently_is_refused(ranks, case):
     ranks.run(refused, case, world_size=2)

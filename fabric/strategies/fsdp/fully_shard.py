@@ -1,6 +1,6 @@
 """`FullyShard`: parameters, gradients and optimizer states sharded over ranks (torch's FSDP2, `fully_shard`).
 
-zero2, zero3, hsdp and CPU offload are settings of this layout. `blocks.py` chooses the groups, `dtensors.py`
+zero2, zero3, hsdp and CPU offload are settings of this layout. 0-dim parameters are not sharded. `blocks.py` chooses the groups, `dtensors.py`
 converts from and to full tensors, and `materialise.py` initialises meta tensors.
 """
 
@@ -137,8 +137,14 @@ class FullyShard(FSDP2Runtime):
         self._agree(module, blocks)
         with self.recording_replacements(module):
             self._split(module, set(blocks), topology)
+        self.add_free_parameters([p for p in module.parameters() if self._stays_whole(p)])
         self._finish(module, blocks)
         return module
+
+    def _stays_whole(self, tensor: Any) -> bool:
+        """Whether each rank has the whole parameter: it has no dimension to split, such as a temperature."""
+        scalar = isinstance(tensor, Parameter) and not tensor.dim()
+        return scalar and not is_dtensor(tensor) and tensor not in self.settings.ignored
 
     def _is_reduced(self, parameter: Tensor) -> bool:
         return is_dtensor(parameter) or parameter in self.settings.ignored
@@ -231,7 +237,7 @@ class FullyShard(FSDP2Runtime):
                 reshard_after_forward=settings.reshard_after_forward,
                 mp_policy=self.precision_policy(block),
                 offload_policy=_offload_policy(settings.offload, topology.device),
-                ignored_params={*settings.ignored, *filter(is_dtensor, block.parameters())} or None,
+                ignored_params={*settings.ignored, *filter(self._is_no_part, block.parameters())} or None,
             )
         except RuntimeError as error:
             _explain(error, block)
@@ -239,6 +245,10 @@ class FullyShard(FSDP2Runtime):
         # An optimizer that was created before setup has references to them until all blocks are sharded.
         for parameter, values in on_host:
             parameter.data = values
+
+    def _is_no_part(self, parameter: Tensor) -> bool:
+        """Whether a parameter is split already, or stays whole."""
+        return is_dtensor(parameter) or self._stays_whole(parameter)
 
     def _move_and_broadcast(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
         """Move the block's full tensors to the device, and broadcast rank zero's values. All ranks must call
@@ -252,7 +262,7 @@ class FullyShard(FSDP2Runtime):
             for tensor in (*part._parameters.values(), *part._buffers.values()):
                 if tensor is None or is_dtensor(tensor):
                     continue
-                ignored = tensor in self.settings.ignored
+                ignored = tensor in self.settings.ignored or self._stays_whole(tensor)
                 if tensor.device != topology.device:
                     if isinstance(tensor, Parameter) and not ignored:
                         moved.append((tensor, tensor.data))

@@ -148,7 +148,9 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
 
         mesh: Any = self.mesh
         if not is_fsdp(module) and (mesh.size(0) > 1 or any([is_fsdp(part) for part in module.modules()])):
-            fully_shard(module, mesh=mesh[DIMS[0]])
+            scalars = {p for p in module.parameters() if not p.dim() and not is_dtensor(p)}
+            fully_shard(module, mesh=mesh[DIMS[0]], ignored_params=scalars or None)
+            self.add_free_parameters([*scalars])
 
     def _materialise(self, slots_of_metas: MetaSlots, topology: Topology) -> None:
         from torch.distributed.tensor import DTensor
