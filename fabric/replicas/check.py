@@ -26,7 +26,7 @@ from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
-from fabric.utilities.init import name_of
+from fabric.utilities.init import name_of, named_by_owner
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ class ReplicaCheck(Part):
         if not replicated:
             return
         if model is not None:
-            tracked = self._tracked[model.module] = _TrackedObject(
-                "model", len(self._models), model.module, rank_local
-            )
+            tracked = _TrackedObject("model", len(self._models), model.module, rank_local)
+            tracked.name = name_of(model.module)
+            self._tracked[model.module] = tracked
             self._models.append(tracked)
         for optimizer in optimizers:
             tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
@@ -365,7 +365,7 @@ class ReplicaCheck(Part):
         for tracked in models:
             module = tracked.ref() or torch.nn.Module()
             for name, parameter in module.named_parameters():
-                names.setdefault(parameter, f"{name} of {tracked.name}")
+                names.setdefault(parameter, named_by_owner(parameter) or f"{name} of {tracked.name}")
                 if "parameters" in kinds:
                     add_entry(tracked.name, names[parameter], parameter)
             with_buffers = "buffers" in kinds and (buffers is None or tracked in buffers)
@@ -375,21 +375,21 @@ class ReplicaCheck(Part):
                     has_changed = tracked.shapes[name] != (buffer.shape, buffer.dtype)
                     add_entry(tracked.name, f"buffer {name} of {tracked.name}", buffer, rank_only=has_changed)
         for tracked in optimizers:
-            real = tracked.ref()
-            for index, group in enumerate(
-                real.param_groups if real is not None and "states" in kinds else ()
-            ):
+            if (real := tracked.ref()) is None:
+                continue
+            for index, group in enumerate(real.param_groups if "states" in kinds else ()):
                 for key in [key for key, value in group.items() if isinstance(value, torch.Tensor)]:
                     name = f"{key} of {tracked.name}, parameter group {index}"
                     add_entry(tracked.name, name, group[key])
-            for index, parameter in enumerate(parameters_of(real) if real is not None else ()):
-                if parameter not in names and "parameters" in kinds:
-                    names[parameter] = f"parameter {index} of {tracked.name}"
-                    add_entry(tracked.name, names[parameter], parameter)
+            for index, parameter in enumerate(parameters_of(real)):
+                called = names.get(parameter) or named_by_owner(parameter)  # of a model that was deleted
+                if called is None and "parameters" in kinds:
+                    called = names[parameter] = f"parameter {index} of {tracked.name}"
+                    add_entry(tracked.name, called, parameter)
                 state = real.state.get(parameter, {}) if "states" in kinds else {}
                 for key in sorted(state, key=str):
                     if isinstance(state[key], torch.Tensor) and _is_like(state[key], parameter):
-                        name = f"state {key!r} of {names.get(parameter, f'parameter {index}')}"
+                        name = f"state {key!r} of {called or f'parameter {index}'}"
                         add_entry(tracked.name, f"{name} in {tracked.name}", state[key])
         return found
 

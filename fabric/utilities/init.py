@@ -99,6 +99,11 @@ def name_of_parameter(parameter: Tensor) -> str | None:
     return next(iter(_names_of(parameter).values()), None)
 
 
+def named_by_owner(parameter: Tensor) -> str | None:
+    """Return `weight of model 0 (Actor)`, also of a model that was deleted; None: it was in none."""
+    return next((f"{name} of {label}" for label, name in _names_of(parameter).items()), None)
+
+
 def _names_of(parameter: Tensor) -> dict[str, str]:
     known, names = _OWNERS.get(id(parameter), (None, {}))
     return names if known is not None and known() is parameter else {}

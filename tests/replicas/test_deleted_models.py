@@ -1,4 +1,4 @@
-"""A rank may delete a model whose parameters an optimizer keeps: labels do not depend on living models."""
+"""A rank may delete a model whose parameters an optimizer keeps: names do not depend on living models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def steps(strategy, deleting):
     fabric = launched(strategy)
     torch.manual_seed(0)
     actor, critic = nn.Linear(2, 2), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=0.1)
     actor, critic = fabric.setup_module(actor), fabric.setup_module(critic)
     optimizer = fabric.setup_optimizers(optimizer)
     for step in range(6):
