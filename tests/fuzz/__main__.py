@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from form_mends import FORM_MENDS
-from grammar import generate
+from grammar import generate, is_formed
 from kinds import NAMES
 from mends import MENDS as OTHER_MENDS
 from program import Program
@@ -86,7 +86,7 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
             minutes = (time.monotonic() - begin) / 60
             said = outcome.word in (REFUSED, FOREIGN) and mend.torch and mend.torch in outcome.lines[0]
             if outcome.failed or said:
-                at = named(program, mend.kind)
+                at = named(program, mend.kind, program.name)
                 print(f"{name}: {outcome.word} in program {count}, {minutes:.1f} min ({at})", flush=True)
                 return True
             if minutes > given.minutes:
@@ -95,8 +95,10 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
     return False
 
 
-def named(program: Program, kind: str | None) -> str:
+def named(program: Program, kind: str | None, layout: str | None) -> str:
     """The arguments that make the program again."""
+    if kind is None and layout is None and is_formed(program.seed):
+        return f"--one {program.seed} --kind any"
     return f"--one {program.seed}:{program.name}" + f" --kind {kind}" * (kind is not None)
 
 
@@ -139,7 +141,7 @@ def report(
     scripts = small.scripts(title.replace('"""', "'''").splitlines()[0], name)
     for file, text in scripts.items():
         (keep / file).write_text(text)
-    at = named(program, given.kind)
+    at = named(program, given.kind, given.layout)
     print(f"\n{outcome.word}: program {number} ({at}), {ranks}, {keep}: {', '.join(scripts)}")
     print("\n".join(f"  {line[:300]}" for line in last.lines[:4]))
     print(*(f"  owed an error: {text}" for text in outcome.owed))

@@ -381,7 +381,9 @@ FORMS = [
     Form(
         "switched", SWITCHED, {**CLASSES, "setup": ("fabric.setup_optimizers", "fabric.setup_optimizers", "")}
     ),
-    Form("rows", ROWS_OF_LOADER, {"loss": JOINED}, once=LOADER_OF_ROWS, warned=True, loops=True, without=SHARED),
+    Form(
+        "rows", ROWS_OF_LOADER, {"loss": JOINED}, once=LOADER_OF_ROWS, warned=True, loops=True, without=SHARED
+    ),
     Form("rows", ROWS_OF_LOADER, {"loss": OF_ROWS}, once=LOADER_OF_ROWS, loops=True, without=SHARED),
     Form("batches", ZIPPED, SHUFFLED, once=LOADERS, loops=True),
     Form("batches", SHORT, {**SHUFFLED, "rows": ("36", "60")}, once=LOADER, loops=True),

@@ -178,6 +178,11 @@ class Scene:
 PAIRS, FORMS = 0.2, 0.1  # of all programs
 
 
+def is_formed(seed: int) -> bool:
+    """Whether the program of this seed has a form, if no layout is asked for."""
+    return random.Random(f"formed {seed}").random() < FORMS
+
+
 def generate(seed: int, layout: str | None = None, kind: str | None = None) -> Program:
     """The program of this seed; `layout` may be two, with a colon between them, either of them left out.
 
@@ -189,8 +194,7 @@ def generate(seed: int, layout: str | None = None, kind: str | None = None) -> P
     from pairs import pair
     from statements import interjection, turn
 
-    formed = layout is None and random.Random(f"formed {seed}").random() < FORMS
-    if kind is not None or formed:
+    if kind is not None or (layout is None and is_formed(seed)):
         return program_of(seed, layout, None if kind == "any" else kind)
     if layout is None and random.Random(f"pair {seed}").random() < PAIRS:
         layout = ":"

@@ -147,3 +147,27 @@ def beside(strategy, where):
 @pytest.mark.parametrize("where", ["rank zero", "before the backward", "after the backward", "before a clip"])
 def test_a_look_at_them_is_no_error(ranks, strategy, where):
     ranks.run(beside, strategy, where, world_size=2)
+
+
+def replaced(strategy, averaged, looked):
+    """Gradients in the place of those of a backward."""
+    fabric, model, optimizer = started(strategy)
+    x = X[fabric.global_rank :: fabric.world_size]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        fabric.backward(loss, retain_graph=True)
+        if looked and fabric.is_global_zero:
+            torch.autograd.grad(loss, [*model.parameters()])
+        for p in model.parameters():
+            p.grad = 0.5 * (p.grad if averaged else x.mean() * torch.ones_like(p))
+        optimizer.step()
+
+
+def test_what_replaces_averaged_gradients_is_compared_where_parameters_would_not_show_it(ranks):
+    for looked in (False, True):
+        ranks.run(replaced, "zero1", True, looked, world_size=2)
+    for error in ranks.run_expecting_errors(replaced, "zero1", False, False, world_size=2):
+        assert "SGD.step() was called with gradients that were never synchronised" in str(error)
+    for error in ranks.run_expecting_errors(replaced, "ddp", False, False, world_size=2):
+        assert type(error).__name__ == "ReplicasDivergedError"

@@ -103,7 +103,9 @@ def under_tensor_parallel(data: int, tensor: int) -> None:
         plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         return parallelize_module(model, mesh["tensor_parallel"], plan)
 
-    equals_one_process(ModelParallelStrategy(parallelize, data_parallel_size=data, tensor_parallel_size=tensor))
+    equals_one_process(
+        ModelParallelStrategy(parallelize, data_parallel_size=data, tensor_parallel_size=tensor)
+    )
 
 
 def test_they_train_in_groups_of_layers(ranks):

@@ -715,9 +715,7 @@ def refused(case: str) -> None:
             (clip if fabric.is_global_zero else fabric.barrier)()
 
 
-@pytest.mark.parametrize(
-    "case", ["hook", "sparse", "LBFGS", "functional_call", "clip on rank zero"]
-)
+@pytest.mark.parametrize("case", ["hook", "sparse", "LBFGS", "functional_call", "clip on rank zero"])
 def test_what_would_go_wrong_silently_is_refused(ranks, case):
     ranks.run(refused, case, world_size=2)
 

@@ -174,7 +174,19 @@ class Replicate(Layout):
         """
         parameters = list(parameters)
         local = [state.at_setup for state in self._replicas.values() if state.is_unsynced()]
-        grads = [p.grad for p in parameters if any([id(p) in held for held in local])]
+        self._compare([p for p in parameters if any([id(p) in held for held in local])], doing)
+
+    def replaced_gradients(self, parameters: Iterable[Any]) -> list[Any]:
+        """Return the parameters whose gradients are not those that the last backward has averaged."""
+        states = [state for state in self._replicas.values() if state.views]
+        averaged = {id(grad) for state in states for grad in state.views}
+        known = {id(p) for state in states for p in state.trained}
+        with_grad = [p for p in parameters if id(p) in known and p.grad is not None]
+        return [p for p in with_grad if id(p.grad) not in averaged and not p.grad.is_sparse]
+
+    def _compare(self, parameters: list[Any], doing: str) -> None:
+        """Raise on all ranks if the gradients differ between them. All ranks must call this."""
+        grads = [p.grad for p in parameters]
         if not grads or self.channel is None:
             return
         owners = names_of_owners(parameters, [replica.module for replica in self._replicas])

@@ -266,6 +266,10 @@ class ShardedStates(Replicate):
             kwargs = {**kwargs, "closure": _evaluated(kwargs["closure"], shard)}
         elif len(args) > 1 and callable(args[1]):
             args = (args[0], _evaluated(args[1], shard), *args[2:])
+        if replaced := self.replaced_gradients(shard.params):
+            shard.replaced += 1
+            if not shard.replaced & (shard.replaced - 1):  # a difference would not show in the parameters
+                self._compare(replaced, f"{type(optimizer).__name__}.step()")
         for other in self._shards.values():  # several optimizers may have the same parameters
             other.count_writes()
         shard.save_before_step()

@@ -36,6 +36,8 @@ class OptimizerShard:
         self.changes = self.writes = 0
         """In-place changes of parameters: `changes` until the end of the last step, `writes` outside steps.
         """
+        self.replaced = 0
+        """Steps with gradients that no backward has averaged; compared at the 1st, 2nd, 4th, 8th, ... one."""
         self.before_step: list[Tensor] | None = None
         """Local parameters before the running step, if parameters were changed outside of steps."""
 
