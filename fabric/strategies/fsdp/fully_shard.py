@@ -1,7 +1,8 @@
 """`FullyShard`: parameters, gradients and optimizer states sharded over ranks (torch's FSDP2, `fully_shard`).
 
-zero2, zero3, hsdp and CPU offload are settings of this layout. 0-dim parameters are not sharded. `blocks.py` chooses the groups, `dtensors.py`
-converts from and to full tensors, and `materialise.py` initialises meta tensors.
+zero2, zero3, hsdp and CPU offload are settings of this layout. 0-dim parameters are not sharded. `blocks.py`
+chooses the groups, `dtensors.py` converts from and to full tensors, and `materialise.py` initialises meta
+tensors.
 """
 
 from __future__ import annotations
