@@ -1,4 +1,4 @@
-"""Parameters without a dimension in sharded models, such as a temperature: whole on every rank, and averaged."""
+"""0-dim parameters of sharded models, such as a temperature, are whole on every rank, and averaged."""
 
 from __future__ import annotations
 
