@@ -51,12 +51,19 @@ class ReplicaState:
         self.views: dict[Tensor, Tensor] = {}
         """{gradient: alias of its bucket memory}."""
         self.pointers: list[int] = []
+        self.averaged: dict[int, int] = {}
+        """{id of a parameter: id of the gradient that the reducer averages}."""
 
     def record_views(self) -> None:
         """Record the memory of the gradients."""
         grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
         self.views = {grad: grad.detach() for grad in grads}
         self.pointers = [grad.data_ptr() for grad in grads]
+        self.averaged = {id(p): id(p.grad) for p in self.trained if p.grad in self.views}
+
+    def forget_views(self) -> None:
+        """Forget the memory of the gradients, which the reducer will replace."""
+        self.views, self.pointers, self.averaged = {}, [], {}
 
     def restore_views(self) -> None:
         """Undo `p.grad.data = values`, which detaches a gradient from its bucket; keep the values."""

@@ -178,11 +178,12 @@ class Replicate(Layout):
 
     def replaced_gradients(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the parameters whose gradients are not those that the last backward has averaged."""
-        states = [state for state in self._replicas.values() if state.views]
-        averaged = {id(grad) for state in states for grad in state.views}
-        known = {id(p) for state in states for p in state.trained}
-        with_grad = [p for p in parameters if id(p) in known and p.grad is not None]
-        return [p for p in with_grad if id(p.grad) not in averaged and not p.grad.is_sparse]
+        averaged: dict[int, int] = {}
+        for state in self._replicas.values():
+            averaged = {**averaged, **state.averaged} if averaged else state.averaged
+        pairs = [(p, p.grad) for p in parameters]
+        others = [(p, grad) for p, grad in pairs if averaged.get(id(p), id(grad)) != id(grad)]
+        return [p for p, grad in others if grad is not None and not grad.is_sparse]
 
     def _compare(self, parameters: list[Any], doing: str) -> None:
         """Raise on all ranks if the gradients differ between them. All ranks must call this."""
@@ -245,7 +246,7 @@ class Replicate(Layout):
         named = [pair for pair in state.named() if pair[1] not in state.reduced_elsewhere]
         state.names, state.trained = [name for name, _ in named], [p for _, p in named]
         leave_out(replica, state.reduced_elsewhere, state.trained)
-        state.views, state.pointers = {}, []
+        state.forget_views()
         for handle in state.hooks:
             handle.remove()
         # A backward reaches the last parameter first. With unused parameters the first may differ by rank.
@@ -328,7 +329,7 @@ class Replicate(Layout):
         """Renew reducers: after errors on some ranks their buckets differ. All ranks must call this."""
         for replica in [*self._replicas] if replicas is None else replicas:
             state = self._replicas[replica]
-            state.views = {}
+            state.forget_views()
             if replicas is None:  # else this rank alone may have failed, and would compare alone
                 state.manual = None
                 self._keep_local(state)
