@@ -202,10 +202,16 @@ def record_raw_iterations() -> None:
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
-    """Raise unless all can be set up: optimizers, each once, not yet wrapped."""
+    """Raise unless all can be set up: optimizers, each once, not yet wrapped.
+
+    Wrappers such as Lookahead often do not call torch's constructor: they get what it sets for hooks.
+    """
     check_not_set_up(optimizers, Optimizer, verb)
     if len({id(o) for o in optimizers}) != len(optimizers):
         raise ConfigurationError(f"{verb}: the same optimizer was passed twice. Pass each once.")
+    for optimizer in optimizers:
+        vars(optimizer).setdefault("defaults", {})
+        Optimizer.__setstate__(optimizer, {})  # as for an optimizer that was pickled by an older torch
 
 
 def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: str) -> None:

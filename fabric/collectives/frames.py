@@ -32,6 +32,8 @@ COMBINED_BYTES = 64
 """Largest size of data that a large group reduces while it forwards the frames of the call."""
 ALONE = "forward without gradients"
 """Prefix of the verb of the call that a split model makes in evaluation."""
+NO_GRADIENT = "no gradient for"
+"""Begin of the list of a split model's parameters without gradients, in the description of a step."""
 REFUSED = "refused: "
 """Prefix of the description of a call with invalid arguments on this rank."""
 

@@ -9,7 +9,7 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED
+from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, NO_GRADIENT, REFUSED
 from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ def mismatch_text(rows: Sequence[RankReport]) -> str:
         remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
         if " changes in place" in rows[0].what:
             remedy = "Call the model equally often on all ranks before its weights change."
+        if any([NO_GRADIENT in row.what for row in rows]):
+            remedy = (
+                "The layers of a sharded model are collectives: run the same layers on all ranks (add "
+                "0 * layer(x).sum() to the loss for one without rows). Ranks may differ with "
+                'strategy="ddp_find_unused_parameters_true".'
+            )
         if any([CONSTANT in row.what for row in rows]):
             remedy += " Strings must be equal, too: fabric.all_gather_object gathers those that differ."
         if all([CONTENTS in row.what for row in rows]):
@@ -66,7 +72,8 @@ def mismatch_text(rows: Sequence[RankReport]) -> str:
         if any([row.verb.startswith(ALONE) for row in rows]):
             remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
     models = [MODEL.findall(f"{row.verb} {row.what}") for row in rows]
-    if not refusing and all(models) and any([names != models[0] for names in models]):
+    kinds = {row.verb.partition(" of model ")[0].rpartition(".")[2] for row in rows}
+    if not refusing and all(models) and len(kinds) == 1 and any([names != models[0] for names in models]):
         remedy = (
             "Ranks must use models and optimizers in one order. Loop over a list or a dictionary: a set has "
             "an order of its own in each process."

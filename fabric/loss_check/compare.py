@@ -115,10 +115,10 @@ def _compare_rows(by_rank: Sequence[_Compared]) -> None:
 
 def _is_sum(terms: list[Term], rows: int) -> bool:
     """Whether a loss is a sum over `rows` rows: no term is a mean, and one surely sums losses of rows."""
-    weights = [abs(term.weight()) for term in terms]
-    pairs = [*zip(terms, weights, strict=True)] if rows > 1 else []
+    weights = [(term, abs(term.weight())) for term in terms] if rows > 1 else []
+    pairs = [(term, weight) for term, weight in weights if weight]  # annealed terms begin at 0
     sums = [1 for term, weight in pairs if weight == 1 and term.numel > 0 and term.numel % rows == 0]
-    return bool(sums) and min(weights) > 1 / rows
+    return bool(sums) and min([weight for _, weight in pairs]) > 1 / rows
 
 
 def _differ(numbers: Sequence[float]) -> bool:

@@ -199,6 +199,19 @@ def test_what_the_error_begins_and_ends_with():
     assert other_verbs.startswith("Ranks made different calls where all must make the same.\n")
     assert "`if rank == 0:`" in other_verbs.splitlines()[-1]
 
+    of_a_model = [
+        RankReport(0, "save #4", "x.pt: model 0 (Net); Adam of model 0 (Net)", a),
+        RankReport(1, "forward of model 0 (Net) #4", "", b),
+    ]
+    assert "`if rank == 0:`" in mismatch_text(of_a_model).splitlines()[-1]
+    in_order = [row._replace(verb=f"forward of model {row.rank} (Net) #4", what="") for row in of_a_model]
+    assert "in one order" in mismatch_text(in_order).splitlines()[-1]
+    branches = [
+        RankReport(rank, "SGD.step #7", f"of model 0 (Net): no gradient for experts.{rank}.weight", a)
+        for rank in range(2)
+    ]
+    assert "experts" in mismatch_text(branches)
+    assert "same layers on all ranks" in mismatch_text(branches).splitlines()[-1]
     other_data = mismatch_text(
         [RankReport(0, "gather #2", "int64[1]", a), RankReport(1, "gather #2", "int64[2]", b)]
     )

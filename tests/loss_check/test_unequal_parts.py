@@ -186,6 +186,7 @@ LOSSES = {
     ),
     "sum": lambda fabric, out, y, losses, kept: losses.sum(),
     "sum of squares": lambda fabric, out, y, losses, kept: out.square().sum() - 0.5 * (out * out).sum(),
+    "sum and annealed": lambda fabric, out, y, losses, kept: losses.sum() + 0.0 * (1 - out).square().sum(),
     "sum times ranks": lambda fabric, out, y, losses, kept: losses.sum() * fabric.world_size,
     "sum over rows": lambda fabric, out, y, losses, kept: losses.sum() / len(out) + out.square().sum(),
     "weights": lambda fabric, out, y, losses, kept: (losses * torch.full_like(losses, 0.01)).sum(),
@@ -210,7 +211,7 @@ def test_a_mean_over_unequal_numbers_of_labels_is_said_once(ranks, how):
     assert others == []
 
 
-@pytest.mark.parametrize("how", ["sum", "sum of squares"])
+@pytest.mark.parametrize("how", ["sum", "sum of squares", "sum and annealed"])
 def test_a_sum_over_items_is_said_once(ranks, how):
     (told,), others = ranks.run(with_labels, how, world_size=2)
     assert told == (

@@ -74,7 +74,25 @@ class Perturbed(SGD):
             p.data = p + 0.05 * p.grad / norm
 
 
+class SAM(SGD):
+    """In the manner of sharpness-aware minimisation: one method reads states that another wrote."""
+
+    @torch.no_grad()
+    def first_step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05 / float(norm))
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.copy_(self.state[p]["old"]).add_(p.grad, alpha=-0.1)
+
+
 METHODS = {ScheduleFree: ("eval", "train"), Lookahead: ("average",), Perturbed: ("ascend",)}
+METHODS[SAM] = ("first_step", "second_step")
 
 
 def steps(optimizer, methods, model, backward, x, y):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.collectives.frames import call_of
+from fabric.collectives.frames import NO_GRADIENT, call_of
 from fabric.core._torch import is_fsdp
 from fabric.core.backward_listeners import add_backward_listener, parameters_of
 from fabric.core.compile import uncompiled
@@ -228,7 +228,7 @@ class FSDP2Runtime(DTensorLayout):
             )
         missing = [p for p in held if p.grad is None and p.requires_grad]
         names = [name_of_parameter(p) or own.get(id(p), "a parameter") for p in missing]
-        text = f"no gradient for {', '.join(names)}" if names else "all parameters have gradients"
+        text = f"{NO_GRADIENT} {', '.join(names)}" if names else "all parameters have gradients"
         if len(args) > 1 or kwargs:
             text = "a closure computes the gradients"
         if self.passed:

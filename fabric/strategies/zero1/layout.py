@@ -114,7 +114,7 @@ class ShardedStates(Replicate):
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            params = self._current_shard(optimizer).params
+            params = self._current_shard(optimizer, keeps_states=True).params
             before = [(p._version, p.data_ptr()) for p in params]
             result = method(*args, **kwargs)
             changed = [old != (p._version, p.data_ptr()) for old, p in zip(before, params, strict=True)]
@@ -220,9 +220,14 @@ class ShardedStates(Replicate):
         owned[shard.rank] = shard.before_step or owned[shard.rank]
         return owned
 
-    def _current_shard(self, optimizer: Optimizer) -> OptimizerShard:
+    def _current_shard(self, optimizer: Optimizer, keeps_states: bool = False) -> OptimizerShard:
         """Return the optimizer's shard; assign owners again if its parameters changed. All ranks must call
         this.
+
+        Args:
+            optimizer: A registered one.
+            keeps_states: Whether to keep states of others' parameters until the next step: a method beside
+                `step` may read what another one wrote, as SAM's second step does.
         """
         shard = self._shards[optimizer]
         params = list(dict.fromkeys(parameters_of(optimizer)))  # each once
@@ -230,7 +235,8 @@ class ShardedStates(Replicate):
             [new is not old for new, old in zip(params, shard.params, strict=True)]
         ):
             self._assign_owners(optimizer, shard, params)
-        shard.drop_others_state(optimizer)
+        if not keeps_states:
+            shard.drop_others_state(optimizer)
         return shard
 
     def _assign_owners(self, optimizer: Optimizer, shard: OptimizerShard, params: list[Tensor]) -> None:
