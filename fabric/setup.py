@@ -207,7 +207,7 @@ class SetupVerbs(RankFacts):
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
             self._strategy.layout.remap_parameters(optimizer)
-            self._strategy.layout.add_free_parameters(parameters_of(optimizer))
+            self._strategy.layout.add_free_parameters(parameters_of(optimizer), optimizer)
         inner_optimizers = [self._strategy.setup_optimizer(o) for o in optimizers]
         for added in self._strategy.hooks["added"]:
             added(None, inner_optimizers, replicated=replica_check, rank_local=())

@@ -343,7 +343,7 @@ class _FabricOptimizer:
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         layout = self.__dict__["_fabric_strategy"].layout
         layout.check_added(plain)
-        layout.add_free_parameters(plain)
+        layout.add_free_parameters(plain, self.optimizer)
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:

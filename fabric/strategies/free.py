@@ -45,15 +45,43 @@ class FreeParameters:
         self._channel = channel if channel is not None and channel.world_size > 1 else None
         self._layout = weakref.ref(layout)
         self._refs: dict[int, weakref.ref[Tensor]] = {}
+        self._count = 0
+        self._numbers: dict[int, int] = {}
+        """The number of each parameter, equal on all ranks, by its id."""
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+        self._held: list[int] = []
+        """The ids of all parameters of these optimizers, at the last backward."""
         if self._channel is not None:
             add_backward_listener(self)
 
-    def add(self, parameters: Iterable[Tensor]) -> None:
-        """Register parameters, and broadcast the first rank's values. All ranks must call this."""
+    def add(self, parameters: Iterable[Tensor], optimizer: Optimizer | None = None) -> None:
+        """Register parameters of an optimizer, and broadcast the first rank's values. All ranks must call
+        this. Parameters that later replace them in the optimizer's groups are registered at a backward.
+        """
         new = [*parameters]
         if self._channel is not None:
             broadcast_from_group_root(new, self._channel)
-        self._refs.update({id(p): weakref.ref(p) for p in new})
+        if optimizer is not None:
+            self._optimizers[optimizer] = None  # in the order of setup, as on all ranks
+        self._register(new)
+
+    def _register(self, new: Iterable[Tensor]) -> None:
+        for p in new:
+            self._refs[id(p)], self._numbers[id(p)] = weakref.ref(p), self._count
+            self._count += 1
+
+    def _register_replaced(self) -> None:
+        """Register parameters that the loop has put into the groups of these optimizers."""
+        held = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
+        ids = [*map(id, held)]
+        dead = [key for key, ref in self._refs.items() if tensor_of(ref) is None]
+        layout = self._layout()
+        if layout is None or (ids == self._held and not dead):
+            return
+        for key in dead:  # another parameter may have this id now
+            del self._refs[key]
+        self._held, reduced = ids, layout.reduced_parameters()
+        self._register({p: None for p in held if id(p) not in reduced})
 
     def alive(self) -> dict[int, Tensor]:
         """Return the registered parameters that still exist, by id, in the order of registration."""
@@ -61,11 +89,12 @@ class FreeParameters:
 
     def around_pass(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run a backward pass and average the gradients that it changed. All ranks must call this."""
+        self._register_replaced()
         before = {key: grad_version(p) for key, p in self.alive().items()}
         run(*args, **kwargs)
         changed = {key: p for key, p in self.alive().items() if grad_version(p) != before[key]}
         if changed and self._channel is not None:
-            names = [_free_name(index, changed[key]) for index, key in enumerate(before) if key in changed]
+            names = [_free_name(self._numbers[key], p) for key, p in changed.items()]
             self._channel.check_call(call_of("backward", f"gradients of {', '.join(names)}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
             layout = self._layout()

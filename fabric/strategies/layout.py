@@ -128,9 +128,9 @@ class Layout(Part):
         """
         return []
 
-    def add_free_parameters(self, parameters: list[Tensor]) -> None:
-        """Register parameters that belong to an optimizer and no model: broadcast rank zero's values, and
-        average their gradients from now on. All ranks must call this.
+    def add_free_parameters(self, parameters: list[Tensor], optimizer: Optimizer | None = None) -> None:
+        """Register parameters that belong to this optimizer and no model, or that a model has whole:
+        broadcast rank zero's values, and average their gradients from now on. All ranks must call this.
         """
         reduced = self.reduced_parameters()
         free = {p: None for p in parameters if reduced is not None and id(p) not in reduced}
@@ -138,7 +138,7 @@ class Layout(Part):
             from fabric.strategies.free import FreeParameters
 
             self.free_parameters = self.free_parameters or FreeParameters(self.channel, self)
-            self.free_parameters.add(free)
+            self.free_parameters.add(free, optimizer)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """Return the function that a forward of the wrapped module calls."""

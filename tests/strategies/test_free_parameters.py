@@ -98,6 +98,40 @@ def test_an_optimizer_of_no_model_at_all(ranks, strategy):
     ranks.run(alone, strategy, world_size=2)
 
 
+def grown(strategy: str) -> None:
+    """Every second step replaces the parameters in the groups by longer ones, as Gaussian splatting does."""
+    fabric = start(strategy)
+    results = []
+    for own in (fabric, None):
+        bias = nn.Parameter(torch.zeros(1).double())
+        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(4).double())], lr=0.1)
+        optimizer.add_param_group({"params": [bias], "lr": 0.01})
+        if own is not None:
+            optimizer = own.setup_optimizers(optimizer)
+        for step, x in enumerate(batches(own) * 2):
+            group = optimizer.param_groups[0]
+            weight = group["params"][0]
+            loss = ((x.repeat(1, 4)[:, : len(weight)] @ weight - 1 + bias).pow(2)).mean()
+            loss.backward() if own is None else own.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                state = optimizer.state.pop(weight, None)
+                group["params"][0] = weight = nn.Parameter(torch.cat([weight.detach(), torch.ones(1)]))
+                if state is not None:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.cat([state[name], torch.zeros(1)])
+                    optimizer.state[weight] = state
+        results.append((weight.detach(), bias.detach()))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_replace_others_in_the_groups(ranks, strategy, world_size):
+    ranks.run(grown, strategy, world_size=world_size)
+
+
 def scale_of(fabric: Fabric | None) -> torch.Tensor:
     """The scale of a pipeline's loss, after three steps."""
     torch.manual_seed(5)
