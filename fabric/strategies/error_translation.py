@@ -16,29 +16,41 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
 
 TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
 """Texts of the reducer's errors for a second gradient of one parameter; the second is a bare assertion."""
+REPLACED = (
+    "Change the model before fabric.setup, or set up a copy of the changed one: "
+    "model = fabric.setup_module(copy.deepcopy(model.module)), with a new optimizer"
+)
+"""What to write if parameters of a model were replaced."""
 
 
-def missing_gradients_error(module: Module, names: list[str], error: RuntimeError) -> Exception:
+def missing_gradients_error(
+    module: Module, names: list[str], trained: list[Parameter], error: RuntimeError
+) -> Exception:
     """Return the error for missing gradients with parameter names; torch's has indices."""
     found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
     if found is None:
         return error
-    unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
-    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    indices = [int(i) for i in found.group(1).split() if int(i) < len(names)]
+    unused, now = [names[i] for i in indices], dict(module.named_parameters())
+    text = (
+        f"Rank {dist.get_rank()}: these parameters of {type(module).__name__} got no gradient in "
+        f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. "
+    )
+    if any([now.get(names[i]) is not trained[i] for i in indices]):
+        return UsageError(f"{text}They were replaced in the model after fabric.setup. {REPLACED}.")
+    frozen = {name for name, p in now.items() if not p.requires_grad}
     way = (
         "They were frozen after fabric.setup: freeze them before it"
         if unused and frozen.issuperset(unused)
         else "If they are unused on purpose, freeze them before fabric.setup"
     )
     return UsageError(
-        f"Rank {dist.get_rank()}: these parameters of {type(module).__name__} got no gradient in "
-        f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
-        'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
-        "find_unused_parameters=True."
+        f'{text}{way}, or write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies '
+        "pass them find_unused_parameters=True."
     )
 
 

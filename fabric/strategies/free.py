@@ -14,6 +14,7 @@ from fabric.collectives.frames import call_of
 from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import add_backward_listener, add_step_listener, parameters_of
 from fabric.core.errors import UsageError
+from fabric.strategies.error_translation import REPLACED
 from fabric.strategies.tensor_sync import (
     average_gradients,
     broadcast_from_group_root,
@@ -120,8 +121,9 @@ class StepCheck:
         self._strategy = strategy
         # A third-party strategy that overrides setup_module may average gradients outside the layout.
         self._is_ours = type(strategy).setup_module.__module__.startswith("fabric.")
-        self._unaveraged: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
+        self._unaveraged: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[Tensor]]]
         self._unaveraged = weakref.WeakKeyDictionary()
+        """The ids of an optimizer's parameters at its last step; those that the layout does not average."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps with gradients that ranks may compare."""
         add_step_listener(self)
@@ -132,10 +134,13 @@ class StepCheck:
         Raises:
             UsageError: The gradients are of this rank alone.
         """
-        unaveraged = self._unaveraged.get(optimizer)
-        if unaveraged is None:
-            unaveraged = self._unaveraged[optimizer] = self._unaveraged_parameters(optimizer)
-            if unaveraged:
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        known, unaveraged = self._unaveraged.get(optimizer, (None, []))
+        if held != known:  # the first step, or the loop has put other parameters into the groups
+            hooked, unaveraged = bool(unaveraged), self._unaveraged_parameters(optimizer, not known)
+            self._unaveraged[optimizer] = held, unaveraged
+            self._steps.pop(optimizer, None)
+            if unaveraged and not hooked:
                 after = weakref.WeakMethod(self.after_step)  # the optimizer may outlive the strategy
                 optimizer.register_step_post_hook(lambda *step: (call := after()) and call(*step))
         if unaveraged and not _has_closure(args, kwargs):
@@ -147,11 +152,14 @@ class StepCheck:
         Raises:
             UsageError: The gradients are of this rank alone.
         """
-        if (unaveraged := self._unaveraged.get(optimizer)) and _has_closure(args, kwargs):
+        unaveraged = self._unaveraged.get(optimizer, ([], []))[1]
+        if unaveraged and _has_closure(args, kwargs):
             self._compare(optimizer, unaveraged)
 
-    def _unaveraged_parameters(self, optimizer: Any) -> list[Tensor]:
-        """Return the parameters whose gradients the layout does not average."""
+    def _unaveraged_parameters(self, optimizer: Any, is_first: bool) -> list[Tensor]:
+        """Return the parameters whose gradients the layout does not average. Before the first step, raise if
+        they are all parameters of a model.
+        """
         reduced = self._strategy.layout.reduced_parameters() if self._is_ours else None
         if reduced is None:
             return []
@@ -159,7 +167,7 @@ class StepCheck:
         unaveraged = {id(p): p for p in alive if id(p) not in reduced}
         for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:
             stepping(optimizer)
-        for module in self._strategy.modules if unaveraged else ():
+        for module in self._strategy.modules if unaveraged and is_first else ():
             found = _names_of(module, unaveraged)
             if found and reduced.isdisjoint(map(id, module.parameters())):
                 raise UsageError(
@@ -184,6 +192,8 @@ class StepCheck:
             ids = {id(p): p for p in unaveraged}
             modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in vars(o)]
             owners = [module for module in modules if _names_of(module, ids)]
+            if any([module in owners for module in self._strategy.modules]):
+                raise _replaced(kind, ids, next(m for m in self._strategy.modules if m in owners))
             what, fix = f"{len(ids)} parameters", "optimizer = fabric.setup_optimizers(optimizer)"
             if owners:
                 owner = max(owners, key=lambda module: len([*module.modules()]))
@@ -198,6 +208,13 @@ class StepCheck:
 
 def _free_name(index: int, parameter: Tensor) -> str:
     return name_of_parameter(parameter) or f"free parameter {index}"
+
+
+def _replaced(kind: str, ids: dict[int, Tensor], model: Module) -> UsageError:
+    return UsageError(
+        f"{kind}.step() trains {_names_of(model, ids)} of {type(model).__name__}, whose gradients are not "
+        f"averaged over ranks: these parameters were replaced after fabric.setup. {REPLACED}."
+    )
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -138,3 +138,53 @@ def untied(half: str) -> None:
 @pytest.mark.parametrize("half", ["words", "head"])
 def test_each_half_of_a_tie_that_is_replaced_after_setup_is_refused(ranks, half):
     ranks.run(untied, half, world_size=2)
+
+
+def replaced(strategy: str, how: str) -> None:
+    """New parameters in the model and in its optimizer, as a loop that grows its model makes them."""
+    fabric = fabric_of(strategy)
+    model, optimizer = fabric.setup(m := parts(), torch.optim.SGD(m.parameters(), lr=0.1))
+    x = torch.arange(16.0).view(4, 4).sin()[fabric.global_rank :: 2]
+
+    def step():
+        optimizer.zero_grad()
+        fabric.backward(model(x).square().mean())
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    text = "got no gradient.*2.weight, 2.bias. They were replaced in the model after fabric.setup"
+    if how == "head":
+        model[2] = nn.Linear(8, 3)
+    else:
+        for index in (0, 2):
+            model[index].weight = nn.Parameter(model[index].weight.detach().clone())
+            model[index].bias = nn.Parameter(model[index].bias.detach().clone())
+        text = "trains 0.weight, 0.bias, 2.weight, 2.bias of Sequential, .* replaced after fabric.setup"
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    with pytest.raises(UsageError, match=text):
+        step()
+
+
+@pytest.mark.parametrize("how", ["all", "head"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_those_of_a_replicated_model_that_are_replaced_later_are_named(ranks, strategy, how):
+    ranks.run(replaced, strategy, how, world_size=2)
+
+
+def head_in_the_groups() -> None:
+    """FSDP computes with the new head, whose gradients nobody averages."""
+    fabric = fabric_of("fsdp")
+    model, optimizer = fabric.setup(m := parts(), torch.optim.SGD(m.parameters(), lr=0.1))
+    x = torch.arange(16.0).view(4, 4).sin()[fabric.global_rank :: 2]
+    fabric.backward(model(x).square().mean())
+    optimizer.step()
+    model[2] = nn.Linear(8, 3)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    fabric.backward(model(x).square().mean())
+    with pytest.raises(UsageError, match=r"trains 2.weight, 2.bias of .*replaced after fabric.setup"):
+        optimizer.step()
+
+
+def test_a_new_head_in_the_groups_of_a_sharded_model_is_named(ranks):
+    ranks.run(head_in_the_groups, world_size=2)

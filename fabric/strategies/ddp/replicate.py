@@ -361,7 +361,8 @@ class Replicate(Layout):
         except RuntimeError as error:
             from fabric.strategies.error_translation import missing_gradients_error
 
-            raise missing_gradients_error(replica.module, self._replicas[replica].names, error) from error
+            state = self._replicas[replica]
+            raise missing_gradients_error(replica.module, state.names, state.trained, error) from error
         if has_built_buckets(replica):
             disarm(replica.reducer)
         elif self._replicas[replica].received_grad and not replica.find_unused_parameters:
