@@ -621,3 +621,60 @@ def missing_key(path) -> None:
 
 def test_missing_keys_are_errors_unless_not_strict(ranks, tmp_path):
     ranks.run(missing_key, tmp_path, world_size=2)
+
+
+class Factored(torch.optim.Optimizer):
+    """In the manner of other factored optimizers: a row and a column of squares, and a plain history."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            state = self.state[p]
+            if not state:
+                state["history"] = torch.zeros(17)
+                if p.dim() == 2:
+                    state["row"], state["column"] = torch.zeros_like(p[:, 0]), torch.zeros_like(p[0])
+            state["history"][0] += 1
+            if p.dim() == 2:
+                state["row"].lerp_(p.grad.square().mean(1), 0.5)
+                state["column"].lerp_(p.grad.square().mean(0), 0.5)
+                scale = (torch.outer(state["row"], state["column"]) + 1e-4).sqrt()
+                p.sub_(p.grad / scale, alpha=0.01 * float(state["history"].sum()))
+
+
+def factored(kind, strategy, folder, format):
+    """Parameters after two steps, a load into the same or a new optimizer, and two more steps."""
+    torch.manual_seed(3)
+    fabric = None
+    if strategy:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+    optimizer = kind(model.parameters(), lr=0.05)
+    x = torch.arange(48.0).view(8, 6).sin()
+    if fabric:
+        model, optimizer = fabric.setup(model, optimizer)
+        x = x[fabric.global_rank :: 2]
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        fabric.backward(loss) if fabric else loss.backward()
+        optimizer.step()
+        if fabric and step in (1, 3):
+            fabric.save(f"{folder}/{step}", {"optimizer": optimizer, "model": model}, format=format)
+            if step == 3:
+                optimizer = fabric.setup_optimizers(kind(model.parameters(), lr=0.05))
+            fabric.load(f"{folder}/{step}", {"optimizer": optimizer, "model": model})
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Factored])
+def test_factors_of_states_are_loaded_as_torch_computes_them(ranks, tmp_path, kind, strategy, format):
+    want = factored(kind, None, None, None)
+    for found in ranks.run(factored, kind, strategy, str(tmp_path), format, world_size=2):
+        torch.testing.assert_close([p.detach() for p in found], want)

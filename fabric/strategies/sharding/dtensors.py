@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from fabric.checkpoint.portable import LazyTensor, placeholder_of
+from fabric.checkpoint.portable import LazyTensor, placeholder_of, read_stored
 from fabric.core._torch import memory_of
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
@@ -111,16 +111,31 @@ def _read_part(full: LazyTensor, like: DTensor, local: Tensor) -> None:
 
 def shard_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's full state with this rank's shards of values that are sharded as their
-    parameter.
+    parameter, and with DTensors of others that were computed from it.
     """
     parameters = parameters_of(optimizer)
-    placed = {
-        index: {key: shard_like(value, parameters[index]) for key, value in entry.items()}
-        if isinstance(index, int) and index < len(parameters)
-        else entry
-        for index, entry in state["state"].items()
-    }
+    placed = dict(state["state"])
+    for index, entry in state["state"].items():
+        if isinstance(index, int) and index < len(parameters):
+            held = optimizer.state.get(parameters[index], {})
+            placed[index] = {key: _placed(v, parameters[index], held.get(key)) for key, v in entry.items()}
     return {**state, "state": placed}
+
+
+def _placed(value: Any, parameter: Tensor, held: Any) -> Any:
+    """Return a value of a parameter's state; `held` is that of the optimizer now, or None.
+
+    A factor of a state (Adafactor, Shampoo) has sizes of the parameter only. torch computes it as a DTensor,
+    which no operation joins with a plain tensor.
+    """
+    value = shard_like(value, parameter)
+    if not is_plain_tensor(value) or not isinstance(parameter, DTensor) or is_plain_tensor(held):
+        return value
+    if value.numel() > 1 and {*value.shape} <= {1, *parameter.shape}:
+        mesh = parameter.device_mesh
+        full = read_stored(value).to(parameter.to_local().device)
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return value
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
