@@ -449,6 +449,11 @@ AT_SETUP = {
     ),
     "a model that is sharded": (setup(sharded_whole), UsageError, ["This model (Net) is", *WHOLE]),
     "a model that is sharded in part": (setup(sharded_in_part), UsageError, ["blocks.0 (Block) is", *WHOLE]),
+    "a ModuleDict": (
+        lambda: start("fsdp").setup(nn.ModuleDict({"a": nn.Linear(4, 4)})),
+        UsageError,
+        ["A ModuleDict has no forward", "Set up each module in it: first = fabric.setup_module(first)"],
+    ),
     "an optimizer of parameters that are gone": (
         optimizer_of_what_was_replaced,
         UsageError,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, Parameter
+from torch.nn import Embedding, EmbeddingBag, ModuleDict, ModuleList, Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.collectives.frames import call_of
@@ -160,6 +160,12 @@ class FullyShard(FSDP2Runtime):
         return [block for block in chosen if block not in theirs]
 
     def _check_parameters(self, module: Module) -> None:
+        if isinstance(module, ModuleList | ModuleDict) and type(module).forward is ModuleList.forward:
+            raise UsageError(
+                f"A {type(module).__name__} has no forward, and a sharded model gathers its parameters in "
+                "its forward. Set up each module in it: first = fabric.setup_module(first), then optimizer "
+                "= fabric.setup_optimizers(optimizer); or write a module whose forward calls them."
+            )
         for name, part in module.named_modules():
             weight = part.weight if isinstance(part, Embedding | EmbeddingBag) and part.sparse else None
             if weight is not None and weight.requires_grad and weight not in self.settings.ignored:
