@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 MODEL = re.compile(r"model \d+ \(")
 """Prefix of the name of a model after setup, in a verb or in the description of its data."""
-_STEP = re.compile(r"\bstep of\b|\.step\b")
+_STEP = re.compile(r"\bstep of\b|\.step\b|backward")
+"""Verbs of a step that a rank may have skipped, for example for a loss that is not finite."""
 TEXT_BYTES = 1 << 20
 """Most bytes of an encoded report."""
 

@@ -199,6 +199,8 @@ def test_what_the_error_begins_and_ends_with():
     assert other_verbs.startswith("Ranks made different calls where all must make the same.\n")
     assert "`if rank == 0:`" in other_verbs.splitlines()[-1]
 
+    skipped = [RankReport(0, "backward", "", a), RankReport(1, "check at the end of epoch 1", "", b)]
+    assert "`if fabric.any(skip): continue`" in mismatch_text(skipped).splitlines()[-1]
     of_a_model = [
         RankReport(0, "save #4", "x.pt: model 0 (Net); Adam of model 0 (Net)", a),
         RankReport(1, "forward of model 0 (Net) #4", "", b),
