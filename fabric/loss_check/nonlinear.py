@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core._torch import node_number
 from fabric.loss_check._torch import saved
-from fabric.loss_check.row_dims import JOINED, RowDims
+from fabric.loss_check.row_dims import JOINED, RowDims, name_of
 
 if TYPE_CHECKING:
     from fabric.loss_check.row_dims import Operation
 
-ROWS_WITH_ROWS = "products or differences of rows with other rows"
+ROWS_WITH_ROWS = "products of rows with other rows"
 
 
-def nonlinear_part(root: Any, outputs: set[int], rows: int, has_views: bool) -> str:
+def nonlinear_part(root: Any, outputs: set[int], rows: int) -> str:
     """Return the name of an operation that makes a loss no mean over rows, such as `sqrt of a mean`; "": none
     was found, or one for each row.
 
@@ -27,15 +27,31 @@ def nonlinear_part(root: Any, outputs: set[int], rows: int, has_views: bool) -> 
         root: The node of the graph that computed the loss.
         outputs: Numbers of the nodes of the model's outputs, where the search ends.
         rows: Rows of the batch.
-        has_views: Whether outputs may have other rows, so that only operations between rows count.
     """
-    found: Counter[str] = Counter()
-    dims = RowDims(lambda node: node_number(node) in outputs, rows, lambda done: found.update([_kind(done)]))
-    dims.dim_of(root)
-    if has_views or found[ROWS_WITH_ROWS]:
-        return ROWS_WITH_ROWS if found[ROWS_WITH_ROWS] else ""
+    search = _Search()
+    RowDims(lambda node: node_number(node) in outputs, rows, search.add).dim_of(root)
+    found = Counter(search.found.values())
+    if found[ROWS_WITH_ROWS]:
+        return ROWS_WITH_ROWS
     # A loop over rows, which masks each, has an operation for each.
-    return next((kind for kind, count in found.items() if kind and count < rows), "")
+    return next((kind for kind, count in found.items() if count < rows), "")
+
+
+class _Search:
+    """The operations that make a loss no mean over rows, in the order of the computation."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, str] = {}
+
+    def add(self, done: Operation) -> None:
+        """Record an operation if it is one. Roots that are squared, such as `x.norm() ** 2`, are none."""
+        squared = done.node.next_functions[0][0]
+        while name_of(squared) in _SCALED:
+            squared = next((each for each, _ in squared.next_functions if each is not None), None)
+        if done.name == "Pow" and saved(done.node, "exponent") == 2 and name_of(squared) in _ROOTS:
+            self.found.pop(squared, None)
+        elif kind := _kind(done):
+            self.found[done.node] = kind
 
 
 def _kind(done: Operation) -> str:
@@ -55,26 +71,30 @@ def _kind_of_joined(done: Operation) -> str:
         return "a product with a mean or sum"
     if done.name in _NONLINEAR and saved(done.node, "exponent") != 1:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", done.name).lower()
-        return f"{words} of a mean or sum"
+        return f"{words} of a mean, sum or difference of rows"
     return ""
 
 
 def _is_between_rows(done: Operation) -> bool:
-    """Whether an operation computes something for pairs of rows, or a sum over rows of products."""
-    rows = [dim for dim in done.known if dim != JOINED]
+    """Whether an operation multiplies, or measures distances of, rows and other rows."""
     if done.name == "Pdist":
         return True
-    if len(rows) < 2:
+    left, right = done.dims[-2:] if len(done.dims) > 1 else (None, None)
+    if left in (None, JOINED) or right in (None, JOINED):
         return False
-    if done.name in ("Mm", "Addmm"):
-        return None not in done.dims[-2:]
-    if done.name in ("Bmm", "Baddbmm", "Cdist"):
-        return None not in done.dims[-2:] and {*rows} != {-3}
-    return done.name in _ELEMENTWISE and len({*rows}) > 1
+    if done.name in _MATRIX_PRODUCTS:  # (-1, -2): a sum over rows of products within them
+        return (left, right) not in ((-3, -3), (-1, -2))
+    if done.name == "Mv":
+        return (left, right) != (-1, -1)
+    if done.name == "Cdist":
+        return left != right or left > -3
+    return done.name in _PAIRWISE and left != right
 
 
-_PRODUCTS = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Dot"}
-_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Maximum", "Minimum", "Pow", "Logaddexp", "Where"}
+_MATRIX_PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm"}
+_PRODUCTS = {*_MATRIX_PRODUCTS, "Mul", "Mv", "Dot"}
+_PAIRWISE = {"Mul", "Div", "Maximum", "Minimum", "Pow", "Logaddexp"}
+_ROOTS, _SCALED = {"LinalgVectorNorm", "Norm", "Sqrt"}, {"Mul", "Div", "Neg", "View"}
 _OF_ROWS = {
     **dict.fromkeys(("LinalgVectorNorm", "Norm"), "a norm"),
     **dict.fromkeys(("Var", "Std", "VarMean", "StdMean"), "a variance or standard deviation"),
@@ -89,8 +109,9 @@ _OF_ROWS = {
 }
 """What operations compute along the dimension of rows."""
 _NONLINEAR = {
-    "Sqrt", "Rsqrt", "Log", "Log10", "Log2", "Log1P", "Exp", "Expm1", "Pow", "Reciprocal", "Sigmoid", "Tanh",
-    "Abs", "Relu", "Softplus", "LogSigmoid", "Xlogy", "MseLoss", "SmoothL1Loss", "HuberLoss",
-    "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Maximum", "Minimum", *_OF_ROWS,
+    "Sqrt", "Rsqrt", "Log", "Log10", "Log2", "Log1P", "Exp", "Expm1", "Pow", "Reciprocal", "Abs", "Sin",
+    "Cos", "Sigmoid", "Tanh", "Erf", "Relu", "LeakyRelu", "Elu", "Gelu", "Silu", "Softplus", "LogSigmoid",
+    "Xlogy", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits",
+    "Maximum", "Minimum", "Cdist", *_OF_ROWS,
 }  # fmt: skip
 """What makes a loss that is a mean or sum over rows another loss."""

@@ -61,8 +61,6 @@ class FirstSteps:
         """Rows of a batch of a loader that was set up, as the inputs of the models have them; 0: unknown."""
         self.row_outputs: set[int] = set()
         """The nodes of outputs with these rows."""
-        self.has_views = False
-        """Whether a model was called with twice these rows: two views of each, or something else."""
         self.nonlinear: list[str] = []
         """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
@@ -97,9 +95,7 @@ class FirstSteps:
         if self.rows < 2 or root is None:
             return ""
         of_forward = node_number(root) in self.outputs
-        return nonlinear_part(
-            root, layers_of(root) if of_forward else self.row_outputs, self.rows, self.has_views
-        )
+        return nonlinear_part(root, layers_of(root) if of_forward else self.row_outputs, self.rows)
 
     def _of_models(self) -> set[int]:
         """Return the numbers of the outputs' nodes, and of parameters whose gradients a loss may compute."""
@@ -185,9 +181,9 @@ class FirstCalls:
         steps.outputs.update([node_number(node) for node in nodes if node is not None])
         rows = self.sizes[-1] if len(self.sizes) < MAX_CALLS else 0
         sizes = [each.batch_size for each in sharded_iterations]
-        batch = next((size for size in sizes if rows in (size, 2 * size)), 0)
+        batch = next((size for size in sizes if rows in (size, 2 * size)), 0)  # two views of each
         if batch > 1:
-            steps.rows, steps.has_views = batch, steps.has_views or rows > batch
+            steps.rows = batch
             plain = [leaf for leaf in leaves if not leaf.is_nested and leaf.dim() and leaf.shape[0] == rows]
             steps.row_outputs.update([node_number(leaf.grad_fn) for leaf in plain])
 

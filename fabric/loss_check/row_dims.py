@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 JOINED = 0
-"""In place of a dimension: the value is a sum or mean over rows, or linear in one."""
+"""In place of a dimension: the value is a sum, mean or difference of rows, or linear in one."""
 
 
 class Operation:
@@ -104,6 +104,8 @@ class RowDims:
             return dim - (_signed(saved(done.node, "dim")) % len(new) > dim + len(old))
         if done.name in _REDUCTIONS:
             return JOINED if done.acts_on_rows() else _after_removal(done, dim, old)
+        if done.name == "Cumsum" and done.acts_on_rows():
+            return JOINED
         if done.name in _SELECTIONS and done.acts_on_rows():
             kept = len(new) == len(old) and not new[dim] % self._rows
             return dim if kept and done.name in _PARTS else None
@@ -112,7 +114,7 @@ class RowDims:
         if saved(done.node, "reduction") in (1, 2):
             return JOINED
         if len(new) >= len(old):
-            return dim
+            return dim if len({*done.known}) == 1 else JOINED  # x[:, None] - x
         return -len(new) if new and dim == -len(old) and new[0] == old[0] else None
 
 
