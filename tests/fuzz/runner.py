@@ -24,16 +24,18 @@ import oracle
 import torch
 from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, WARNED, Program
 
+import fabric
 from fabric.core.errors import FabricError
 from fabric.guard import call_checker as control
 from fabric.testing import RankFailure, RankPool, RankTimeout
 from fabric.utilities.warnings import RanksDifferWarning
 from fabric.watchdog import watchdog
 
-EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM, SAID = (
-    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM", "warned",
+EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, BUG, INVALID, ALARM, SAID = (
+    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "BUG", "invalid", "FALSE ALARM",
+    "warned",
 )  # fmt: skip
-FAILURES = (DIFFERENT, HANG, CRASH, ALARM)
+FAILURES = (DIFFERENT, HANG, CRASH, BUG, ALARM)
 OWED = "|".join(
     [
         "The loss of (a|the first) backward",
@@ -167,7 +169,12 @@ def described(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    return "ours" if isinstance(error, FabricError) else "other"
+    """Who raised an error: "ours" on purpose, "bug" by a fault of the package, "other" is torch."""
+    if isinstance(error, FabricError):
+        return "ours"
+    lines = [*traceback.walk_tb(error.__traceback__)]
+    where = lines[-1][0].f_code.co_filename if lines else ""
+    return "bug" if Path(fabric.__file__).parent in Path(where).parents else "other"
 
 
 class Runner:
@@ -261,7 +268,7 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
         alone = (
             [] if len(errors) == len(reports) else [f"(an error on {len(errors)} of {len(reports)} ranks)"]
         )
-        word = REFUSED if first["kind"] == "ours" else FOREIGN
+        word = {"ours": REFUSED, "bug": BUG}.get(first["kind"], FOREIGN)
         differs = DIFFER in program.body() or UNEQUAL_CALLS in program.body()
         # Where the loop replaced averaged gradients by its own, only the values after the step show it.
         differs = differs or any("never synchronised" in one for one in owed)

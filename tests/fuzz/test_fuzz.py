@@ -18,7 +18,20 @@ from layouts import LAYOUTS
 from mends import MENDS as OTHER_MENDS
 from program import DIFFER, ORDER, WARNED, Program
 from refusals import reason
-from runner import ALARM, CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, SAID, Runner
+from runner import (
+    ALARM,
+    BUG,
+    CRASH,
+    DIFFERENT,
+    EQUAL,
+    FAILURES,
+    FOREIGN,
+    HANG,
+    INVALID,
+    REFUSED,
+    SAID,
+    Runner,
+)
 from shrink import shrunk
 
 MENDS = {**OTHER_MENDS, **FORM_MENDS}
@@ -174,6 +187,8 @@ def test_an_error_of_ours_and_one_of_torchs_are_told_apart(pool):
     assert pool.run(program(ours)).word == INVALID  # plain torch has no such call without a limit
     assert pool.run(program((*PLAIN, "isinstance(fabric, Plain) or fabric.setup('net')"))).word == REFUSED
     assert pool.run(program((*PLAIN, "isinstance(fabric, Plain) or torch.ones(2, 3) @ 1"))).word == FOREIGN
+    fault = "isinstance(fabric, Plain) or type(fabric.strategy).all_reduce(None, x)"
+    assert pool.run(program((*PLAIN, fault))).word == BUG
 
 
 def test_a_local_gradient_that_is_read_makes_a_program_invalid(pool):

@@ -9,7 +9,7 @@ import torch
 from data_cases import launched
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -187,3 +187,16 @@ def test_a_forward_that_returns_the_loss(ranks, strategy):
         first, second = ranks.run(warned, strategy, "", loss=loss, world_size=2)
         assert (len(first), second) == (1, [])
     assert ranks.run(warned, strategy, "", loss="mean", world_size=2) == [[], []]
+
+
+def with_a_batch_sampler():
+    fabric = launched("ddp")
+    model = fabric.setup(nn.Linear(4, 3))
+    data = TensorDataset(torch.randn(24, 4))
+    batches = BatchSampler(SequentialSampler(data), 12 // fabric.world_size, False)
+    for (x,) in fabric.setup_dataloaders(DataLoader(data, batch_sampler=batches)):
+        fabric.backward(model(x).square().mean().sqrt())
+
+
+def test_a_loader_whose_batch_size_is_unknown(ranks):
+    ranks.run(with_a_batch_sampler, world_size=2)
