@@ -1,4 +1,4 @@
-"""Optimizers of sharded and of whole parameters in one group, which torch steps by operations on many tensors."""
+"""Optimizers of shards and of whole parameters in one group: `foreach` of torch takes one kind."""
 
 from __future__ import annotations
 
