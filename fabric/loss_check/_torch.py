@@ -20,6 +20,11 @@ def shape_of(node: Any, index: int = 0) -> tuple[int, ...]:
     return (*node._input_metadata[index].shape,)
 
 
+def is_nested(node: Any) -> bool:
+    """Whether a node of a loss's graph computed a nested tensor, which has no shape."""
+    return any([each.is_nested_tensor for each in node._input_metadata[:1]])
+
+
 def watch_compiled(module: Module, on_call: Callable[[Any, Any, Any], None]) -> None:
     """Call `on_call(module, args, kwargs)` before each call of a compiled version of a module.
 

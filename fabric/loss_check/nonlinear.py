@@ -10,7 +10,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fabric.core._torch import node_number
-from fabric.loss_check._torch import saved
 from fabric.loss_check.row_dims import JOINED, RowDims, name_of
 
 if TYPE_CHECKING:
@@ -29,12 +28,13 @@ def nonlinear_part(root: Any, outputs: set[int], rows: int) -> str:
         rows: Rows of the batch.
     """
     search = _Search()
-    RowDims(lambda node: node_number(node) in outputs, rows, search.add).dim_of(root)
+    dims = RowDims(lambda node: node_number(node) in outputs, rows, search.add)
+    dims.dim_of(root)
     found = Counter(search.found.values())
     if found[ROWS_WITH_ROWS]:
         return ROWS_WITH_ROWS
     # A loop over rows, which masks each, has an operation for each.
-    return next((kind for kind, count in found.items() if count < rows), "")
+    return next((kind for kind, count in found.items() if count < rows and not dims.is_cut), "")
 
 
 class _Search:
@@ -48,7 +48,7 @@ class _Search:
         squared = done.node.next_functions[0][0]
         while name_of(squared) in _SCALED:
             squared = next((each for each, _ in squared.next_functions if each is not None), None)
-        if done.name == "Pow" and saved(done.node, "exponent") == 2 and name_of(squared) in _ROOTS:
+        if done.name == "Pow" and done.exponent == 2 and name_of(squared) in _ROOTS:
             self.found.pop(squared, None)
         elif kind := _kind(done):
             self.found[done.node] = kind
@@ -65,11 +65,13 @@ def _kind(done: Operation) -> str:
 
 def _kind_of_joined(done: Operation) -> str:
     """Return the name of an operation on a sum or mean over rows, if it is not linear in it."""
+    if len(done.dims) == 1 and done.name in ("Mul", "Div"):
+        return ""  # by a number
     if done.name == "Div" and done.dims[1] == JOINED:
         return "a quotient by a mean or sum"
     if done.name in _PRODUCTS and None not in done.dims[-2:]:
         return "a product with a mean or sum"
-    if done.name in _NONLINEAR and saved(done.node, "exponent") != 1:
+    if done.name in _NONLINEAR and done.exponent != 1:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", done.name).lower()
         return f"{words} of a mean, sum or difference of rows"
     return ""

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fabric.core._torch import node_number
-from fabric.loss_check._torch import saved, shape_of
+from fabric.loss_check._torch import is_nested, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +36,8 @@ class Operation:
         self.name = name_of(node)
         self.known = [dim for dim in dims if dim is not None]
         self.shape = shape_of(node)
+        self.exponent = saved(node, "exponent") if type(node).__name__ == "PowBackward0" else None
+        """The number of a power; None: another operation, or a tensor, which a checkpoint would compute."""
 
     def operand_shape(self) -> Shape:
         """Return the shape of the first operand that has rows."""
@@ -68,24 +70,38 @@ class RowDims:
         self, is_output: Callable[[Any], bool], rows: int, on_operation: Callable[[Operation], None]
     ) -> None:
         self._is_output, self._rows, self._on_operation = is_output, rows, on_operation
-        self._dims: dict[int, tuple[Any, int | None]] = {}  # with the nodes, whose ids are theirs meanwhile
+        self._nodes: dict[int, Any] = {}  # they exist meanwhile, so that no other node has an id of theirs
+        self._dims: dict[int, int | None] = {}
+        self.is_cut = False
+        """Whether the graph has more nodes than were read."""
 
-    def dim_of(self, node: Any) -> int | None:
+    def dim_of(self, root: Any) -> int | None:
         """Return the dimension of rows of what a node computed, as in `Operation.dims`."""
-        if node is None or len(self._dims) >= _MAX_NODES:
-            return None
-        if id(node) not in self._dims:
-            self._dims[id(node)] = node, None
-            self._dims[id(node)] = node, self._dim_after(node)
-        return self._dims[id(node)][1]
+        nodes = [root]
+        while nodes:  # no recursion: graphs may be deep
+            node = nodes[-1]
+            if node is None or id(node) in self._dims:
+                nodes.pop()
+            elif id(node) in self._nodes:
+                self._dims[id(node)] = self._dim_after(node)
+            elif len(self._nodes) == _MAX_NODES:
+                self.is_cut = True
+                nodes.pop()
+            else:
+                self._nodes[id(node)] = node
+                if is_of_torch(node) and not self._is_output(node):
+                    nodes += [each for each, _ in node.next_functions][::-1]
+        return self._dims.get(id(root))
 
     def _dim_after(self, node: Any) -> int | None:
+        if is_nested(node):
+            return None
         if self._is_output(node):
             shape = shape_of(node)
             return -len(shape) if shape and not shape[0] % self._rows else None
         if not is_of_torch(node):
             return None
-        done = Operation(node, [self.dim_of(each) for each, _ in node.next_functions])
+        done = Operation(node, [self._dims.get(id(each)) for each, _ in node.next_functions])
         if not done.known:
             return None
         self._on_operation(done)
@@ -97,7 +113,7 @@ class RowDims:
             return _after_product(done)
         dim, old, new = done.known[0], done.operand_shape(), done.shape
         if done.name in _RESHAPES:
-            return _after_reshape(dim, old, new)
+            return _after_reshape(dim, old, new, self._rows)
         if done.name in _PERMUTATIONS:
             return _PERMUTATIONS[done.name](done.node, len(old)).index(dim + len(old)) - len(old)
         if done.name == "Stack":
@@ -113,7 +129,7 @@ class RowDims:
             return _after_removal(done, dim, old)
         if saved(done.node, "reduction") in (1, 2):
             return JOINED
-        if len(new) >= len(old):
+        if len(new) == len(old) or _is_broadcast(old, new):
             return dim if len({*done.known}) == 1 else JOINED  # x[:, None] - x
         return -len(new) if new and dim == -len(old) and new[0] == old[0] else None
 
@@ -157,14 +173,24 @@ def _signed(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
-def _after_reshape(dim: int, old: Shape, new: Shape) -> int:
-    """Return the dimension in which rows are after a reshape, which keeps the order of elements."""
+def _after_reshape(dim: int, old: Shape, new: Shape, rows: int) -> int:
+    """Return the dimension in which rows are after a reshape, which keeps the order of elements.
+
+    If theirs is split it is the first part that has a multiple of `rows`: two views of each row may be first.
+    """
     before, size = math.prod(old[:dim]), 1
+    parts = []
     for index, each in enumerate(new):
+        if before < size * each and size < before * old[dim]:
+            parts.append(index)
         size *= each
-        if size > before:
-            return index - len(new)
-    return JOINED
+    parts = [index for index in parts if not new[index] % rows] or parts
+    return parts[0] - len(new) if parts else JOINED
+
+
+def _is_broadcast(old: Shape, new: Shape) -> bool:
+    """Whether a shape is another one with further dimensions at the front."""
+    return len(new) > len(old) and all([n in (1, m) for n, m in zip(old[::-1], new[::-1], strict=False)])
 
 
 def _after_removal(done: Operation, dim: int, old: Shape) -> int:

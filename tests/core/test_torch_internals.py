@@ -478,6 +478,8 @@ def test_shapes_of_losses() -> None:
     assert [losses.shape_of(y.grad_fn) for y in (x.sqrt(), x.mean(), x.sum(0))] == [(2, 3), (), (3,)]
     node = x.split([1, 2], dim=1)[1].sqrt().grad_fn
     assert losses.shape_of(*node.next_functions[0]) == (2, 2)
+    nested = torch.nested.nested_tensor([*x.detach()], requires_grad=True).sin()
+    assert [losses.is_nested(y.grad_fn) for y in (x.sqrt(), nested)] == [False, True]
 
 
 def test_a_view_has_a_base() -> None:
