@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -114,10 +115,31 @@ class LossScale:
                     )
                 if optimizer in self._unscaled or not held.isdisjoint(self._unscaled_ids):
                     self.update()  # gradients of its last step, or unscaled by another optimizer
-                self.scaler.unscale_(optimizer)
+                self._unscale(optimizer)
             self._unscaled[optimizer] = True
             self._unscaled_ids |= held
         return bool(held)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients: DTensors apart from plain ones, since torch takes one kind at a time."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        plain = [(p, p.grad) for p in params if not hasattr(p.grad, "device_mesh")]
+        apart: Any = SimpleNamespace(param_groups=[{"params": [p for p, _ in plain]}])
+        if len(plain) in (0, len(params)):
+            self.scaler.unscale_(optimizer)
+            return
+        try:
+            for p, _ in plain:
+                p.grad = None
+            self.scaler.unscale_(optimizer)
+        finally:
+            for p, grad in plain:
+                p.grad = grad
+        self.scaler.unscale_(apart)
+        states = optimizer_states(self.scaler)
+        found = states[id(optimizer)]["found_inf_per_device"]
+        for device, value in states.pop(id(apart))["found_inf_per_device"].items():
+            found[device] = torch.maximum(found.get(device, value), value)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step, or skip the step if a gradient is not finite, since the scale is then too large."""

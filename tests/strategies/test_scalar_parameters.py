@@ -148,6 +148,32 @@ def test_one_that_only_some_ranks_use_is_named(ranks):
         assert "gradients of scale" in str(error), error
 
 
+def with_a_loss_scale(strategy) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
+    fabric.launch()
+    torch.manual_seed(7)
+    model = Scaled()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    before = model.scale.item()
+    fabric.backward(model(torch.ones(4, 4)).square().mean())
+    scaled = model.scale.grad.item()
+    optimizer.step()
+    changed = before - model.scale.item()
+    assert abs(changed) > 1e-4
+    assert changed == pytest.approx(0.5 * scaled / 2**16, rel=1e-3)
+    optimizer.zero_grad()
+    kept = [p.detach().clone() for p in model.parameters()]
+    fabric.backward(model(torch.ones(4, 4)).square().mean())
+    model.scale.grad.fill_(float("inf"))
+    optimizer.step()  # which is skipped, for all parameters
+    assert all([bool((p == old).all()) for p, old in zip(model.parameters(), kept, strict=True)])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_they_train_with_a_loss_scale(ranks, strategy):
+    ranks.run(with_a_loss_scale, strategy, world_size=2)
+
+
 def shared() -> None:
     fabric = start("fsdp")
     scale = nn.Parameter(torch.tensor(0.5))
