@@ -148,3 +148,77 @@ def after_an_error():
 
 def test_a_forward_that_failed_is_not_compared(ranks):
     ranks.run(after_an_error, world_size=2)
+
+
+class Initialised(nn.Module):
+    """A layer whose first forward sets its parameter from the batch, as ActNorm of normalising flows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.done = nn.Parameter(torch.zeros(4)), False
+
+    def forward(self, x):
+        if not self.done:
+            self.done = True
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+        return x + self.shift
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Initialised(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+    def log_prob(self, x):
+        return -self.last(self.first(x)).square().sum(1)
+
+
+def first_call(call, strategy, grad):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(Flow())
+    if call == "marked":
+        model.mark_forward_method("log_prob")
+    calls = {"forward": model, "evaluation": model.eval(), "layer": model.first}
+    model.train(call != "evaluation")
+    with torch.set_grad_enabled(grad):
+        calls.get(call, model.log_prob)(X)
+
+
+def refused_call(call, strategy, grad):
+    what = "The method log_prob" if call in ("marked", "method") else "The forward"
+    with pytest.raises(UsageError, match=rf"^{what} of model 0 \(Flow\) wrote into first.shift\. .* copy"):
+        first_call(call, strategy, grad)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("call", ["forward", "evaluation", "layer", "method", "marked"])
+def test_a_first_call_that_writes_is_refused(ranks, call, strategy, grad):
+    if call == "evaluation" and grad:
+        pytest.skip("only evaluations without gradients are compared")
+    ranks.run(refused_call, call, strategy, grad, world_size=2)
+
+
+def calls_and_writes():
+    """Each call of a model that writes nothing, and writes between calls."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+    fabric.launch()
+    module = Flow()
+    module.first.done = True
+    model = fabric.setup(module)
+    for grad in (False, True, False, True):
+        with torch.set_grad_enabled(grad):
+            for call in (model, model.first, model.last, model.log_prob):
+                call(X)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def test_calls_that_write_nothing_are_no_error(ranks):
+    ranks.run(calls_and_writes, world_size=2)

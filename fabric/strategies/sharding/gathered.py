@@ -58,8 +58,12 @@ class FSDPCallGuard:
         self.root, self.checks = root, checks
         # Cached: torch looks it up in a dictionary of all modules, which torch.compile would guard.
         self.state = fsdp_state(root)
-        self.running = self.method = self._in_backward = False
+        self.running = self._in_backward = False
+        self.method = ""
+        """Name of the method that runs, or of the outermost one that runs; "" in a forward."""
         self.opener: Any = None
+        self.first_calls: Any = None
+        """Compares parameters before and after the first calls: `FirstCalls`."""
         self._unsharded_for_backward = self._reached = False
         self._hidden: dict[Any, None] = {}
         """States of modules whose forward returns no tensor that torch finds, in the order of their calls."""
@@ -169,10 +173,14 @@ class FSDPCallGuard:
         if self.checks.check_forward():
             self.allocate_outside_inference()
         unshard_root(self.state, self.root)
+        if self.first_calls is not None:
+            self.first_calls.begin(self.method if opener is self else opener)
 
     def close(self, out: Any) -> Any:
         """Reshard the root group as after a forward; return `out`, whose backward unshards it again."""
-        self.opener = None
+        opener, self.opener = self.opener, None
+        if self.first_calls is not None:
+            self.first_calls.end(f"The method {self.method}" if opener is self else "The forward")
         return reshard_root(self.state, self.root, out)
 
     def recover(self) -> None:
@@ -323,7 +331,8 @@ class GatheredCall:
                 gate.begin()
                 if not self.method and gate.checks.enter(self):  # here, since compiled modules run no hooks
                     gate.allocate_outside_inference()
-            gate.running, gate.method = True, self.method or nested
+            name = getattr(self.call, "__name__", type(self.call).__name__) if self.method else ""
+            gate.running, gate.method = True, nested or name
             if self.unshard_first and outer and gate.opener is None:
                 gate.open(gate)
             out = self.call(*args, **kwargs)

@@ -171,7 +171,7 @@ class FSDP2Runtime(DTensorLayout):
             if is_fsdp(part):  # torch's own error names no remedy
                 part.__dict__.update({"__deepcopy__": partial(_refuse_copy, name_of(module)), SET_UP: True})
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
-        check_first_forward(module)
+        check_first_forward(module, module.__dict__["_fabric_gate"])
 
     def checks(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
         """Return a new check of the calls of a model."""

@@ -210,7 +210,7 @@ class Run:
         around_propagation(self.tracker.paused)
         self._join()
         if self.case.fake and (sharded := sys.modules.get("fabric.strategies.sharding.sharded")):
-            vars(sharded)["check_first_forward"] = lambda root: None  # it compares values
+            vars(sharded)["check_first_forward"] = lambda root, gate: None  # it compares values
         for name in ("fabric", "fabric.fabric"):  # modules from which scripts import it
             vars(sys.modules[name])["Fabric"] = SimulatedFabric
         register_optimizer_step_post_hook(self._stepped)
