@@ -36,11 +36,19 @@ _USER_ATTRIBUTES = ("dataset", "collate_fn", "worker_init_fn", "generator")
 class _Iteration:
     """One iteration: its epoch, and the position after the last batch that the loop received."""
 
-    def __init__(self, epoch: int, parts: Sequence[Any], batch_size: int | None = None) -> None:
+    def __init__(self, epoch: int, parts: Sequence[Any], batch_size: int = 0) -> None:
         self.epoch, self.batch_size = epoch, batch_size
         self.states_at_begin = [part.epoch_begun() for part in parts]
         """The values that `epoch_begun` of these parts returned."""
         self.position: Any = None
+
+
+def _batch_size(loader: Any) -> int:
+    """Return the rows of a batch; 0: unknown, as of a batch sampler with batches of several sizes."""
+    for part in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(size := getattr(part, "batch_size", None), int):
+            return size
+    return 0
 
 
 class _FabricDataLoader(Loader):
@@ -177,8 +185,7 @@ class _FabricDataLoader(Loader):
         epoch = adapter.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        batch_size = getattr(self._dataloader, "batch_size", None)
-        iteration, saved = _Iteration(epoch, self._parts, batch_size), self._saved
+        iteration, saved = _Iteration(epoch, self._parts, _batch_size(self._user_loader)), self._saved
         if torch.is_grad_enabled():
             if not adapter.per_rank:
                 sharded_iterations.add(iteration)

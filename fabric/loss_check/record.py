@@ -180,7 +180,7 @@ class FirstCalls:
         nodes = [tensor.grad_fn for leaf in leaves for tensor in (leaf, base_of(leaf)) if tensor is not None]
         steps.outputs.update([node_number(node) for node in nodes if node is not None])
         rows = self.sizes[-1] if len(self.sizes) < MAX_CALLS else 0
-        sizes = [size for each in sharded_iterations if (size := each.batch_size)]  # None: a batch sampler
+        sizes = [size for each in sharded_iterations if (size := each.batch_size)]  # 0: unknown
         batch = next((size for size in sizes if rows in (size, 2 * size)), 0)  # two views of each
         if batch > 1:
             steps.rows = batch

@@ -9,7 +9,7 @@ import torch
 from data_cases import launched
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -192,14 +192,49 @@ def test_a_forward_that_returns_the_loss(ranks, strategy):
     assert ranks.run(warned, strategy, "", loss="mean", world_size=2) == [[], []]
 
 
-def with_a_batch_sampler():
+class Buckets:
+    """Batches of several sizes, as buckets of lengths have; a batch sampler without `batch_size`."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        begin = 0
+        for size in self.sizes:
+            yield [*range(begin, begin + size)]
+            begin += size
+
+
+class Named(BatchSampler):
+    """A batch sampler of one's own with a `batch_size`."""
+
+
+def of_batch_sampler(make, kind):
+    """The warnings of a loop whose loader has this batch sampler, or batches as items of its dataset."""
     fabric = launched("ddp")
-    model = fabric.setup(nn.Linear(4, 3))
-    data = TensorDataset(torch.randn(24, 4))
-    batches = BatchSampler(SequentialSampler(data), 12 // fabric.world_size, False)
-    for (x,) in fabric.setup_dataloaders(DataLoader(data, batch_sampler=batches)):
-        fabric.backward(model(x).square().mean().sqrt())
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(36, 4), torch.rand(36, 3))
+    model = nn.Linear(4, 3)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loaders = {
+        "buckets": lambda: DataLoader(data, batch_sampler=Buckets([4, 4, 9, 9, 5, 5])),
+        "named": lambda: DataLoader(data, batch_sampler=Named(range(36), 6, False)),
+        "whole": lambda: DataLoader([data[:9], data[9:18], data[18:27], data[27:]], batch_size=None),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in fabric.setup_dataloaders(loaders[make]()):
+            optimizer.zero_grad()
+            fabric.backward(loss_of(kind, model, x, y, fabric))
+            optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
 
 
-def test_a_loader_whose_batch_size_is_unknown(ranks):
-    ranks.run(with_a_batch_sampler, world_size=2)
+@pytest.mark.parametrize("make", ["buckets", "named", "whole"])
+def test_own_batch_samplers(ranks, make):
+    assert ranks.run(of_batch_sampler, make, "mean", world_size=2) == [[], []]
+    first, second = ranks.run(of_batch_sampler, make, "sqrt of a mean", world_size=2)
+    assert (len(first), second) == (1 if make == "named" else 0, [])
