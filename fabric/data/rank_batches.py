@@ -107,9 +107,10 @@ class RankBatchSampler:
         if _order_digest(first) != expected_digest:
             raise UsageError(
                 f"{type(self.order.sampler).__name__} has another order than when the position was saved: "
-                f"the epoch now begins with {first[:4]}. In the sampler draw from the global generators of "
-                "torch, python or numpy, or from one that is its attribute; or start an epoch with "
-                "loader.set_epoch()."
+                f"the epoch now begins with {first[:4]!s:.80}. If it counts epochs itself, give it a method "
+                "set_epoch(epoch), which Fabric calls. Else draw in the sampler from the global "
+                "generators of torch, python or numpy, or from one that is its attribute; or start an epoch "
+                "with loader.set_epoch()."
             )
 
     def __len__(self) -> int:

@@ -264,6 +264,7 @@ def test_an_order_that_cannot_be_found_again_is_refused(ranks):
     assert text.startswith(
         "Hidden has another order than when the position was saved: the epoch now begins with ["
     )
+    assert "If it counts epochs itself, give it a method set_epoch(epoch), which Fabric calls." in text
     assert "that is its attribute" in text
     assert other.startswith("SequentialSampler has another order than when the position was saved")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -157,6 +158,44 @@ def test_reading_again_is_said(fabric):
     assert [str(warning.message) for warning in caught] == [
         "Numbers is read again from the epoch's beginning up to the saved position. Add state_dict() and "
         "load_state_dict() to it to resume without rereading."
+    ]
+
+
+class Shuffled(IterableDataset):
+    """Another order in each epoch, by an epoch that it counts itself, or by Fabric's."""
+
+    def __init__(self, counts):
+        self.counts, self.epoch = counts, 0
+        if not counts:
+            self.set_epoch = self._set_epoch
+
+    def _set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += self.counts
+        yield from order
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_stream_in_another_order_after_a_resume(fabric, counts, taken, workers):
+    loader, again = [
+        fabric.setup_dataloaders(DataLoader(Shuffled(counts), 2, num_workers=workers)) for _ in range(2)
+    ]
+    list(loader)
+    for _, _ in zip(range(taken), loader, strict=False):
+        pass
+    again.load_state_dict(loader.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(again)
+    texts = [str(warning.message) for warning in caught if "other samples" in str(warning.message)]
+    differs = counts and not workers  # each worker has a new copy of the dataset in each epoch
+    assert [text[:56] for text in texts] == differs * [
+        "Shuffled has begun with other samples than in the run th"
     ]
 
 

@@ -34,6 +34,8 @@ _COMPARED_SAMPLES = 32
 """Number of first samples by which streams are compared."""
 _COMPARED_COLUMNS = 8
 """Number of values of each sample that are also compared separately."""
+_REREAD_SAMPLES = 8
+"""Number of first samples by which a stream that is read again is recognised."""
 
 
 @dataclass(slots=True)
@@ -161,8 +163,8 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
         """Yield the batches of this process; `workers` is 0 in the process of the loop.
 
         A position is a tuple: index of the rank's stream, state of the stream, whether some ranks get no
-        batch of this global batch. The state has the number of samples, the states of the dataset and of the
-        random generators, and whether the stream has ended.
+        batch of this global batch. The state has the number of samples, digests of the first ones, the states
+        of the dataset and of the random generators, and whether the stream has ended.
         """
         number = worker if self.shards_itself else 0
         if saved and self.shards_itself and worker < saved["next"]:
@@ -172,7 +174,8 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
         entry = saved["streams"].get(number) if saved else None
         if entry and entry["ended"]:
             return
-        draw, randomness, first, start = self._open_stream(epoch, entry, worker, workers)
+        order: list[str] = []
+        draw, randomness, first, start = self._open_stream(epoch, entry, worker, workers, order)
         block: list[Any] = []
         if self.compares and not self.shards_itself:
             block = draw(self.rule.size)
@@ -195,12 +198,18 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
                     "dataset": dataset,
                     "random": random,
                     "ended": batch.last,
+                    "order": [*order],
                 }
                 seed = derive_seed(*self.seed_parts, epoch, batch.end, number) if workers else None
                 yield Batch(items, (number, stream_state, batch.incomplete), seed)
 
-    def _open_stream(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
-        """Return (draw function, its random state, first items, position) of this process's stream."""
+    def _open_stream(
+        self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int, order: list[str]
+    ) -> Any:
+        """Return (draw function, its random state, first items, position) of this process's stream.
+
+        Unless the dataset has a state, digests of the epoch's first samples are added to `order`.
+        """
         start = entry["samples"] if entry else 0
         restores = entry is not None and entry["dataset"] is not None
         randomness = PrivateRandomness(
@@ -216,15 +225,21 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
             self.wrapped.load_state_dict(copy.deepcopy(entry["dataset"]))
         with randomness, as_read():
             stream = iter(self.wrapped)
-            first = [] if restores else list(islice(stream, min(start, self.rule.shard.world)))
+            kept = 0 if restores else min(start, max(self.rule.shard.world, _REREAD_SAMPLES))
+            first = list(islice(stream, kept))
             if not restores:
-                next(islice(stream, start - len(first), start - len(first)), None)
+                next(islice(stream, start - kept, start - kept), None)
+        compared = 0 if self.has_state else _REREAD_SAMPLES
+        order += [digest(sample) for sample in first[:compared]]
 
         def draw(count: int) -> list[Any]:
             with randomness, as_read():
-                return list(islice(stream, count))
+                items = list(islice(stream, count))
+            if len(order) < compared:
+                order.extend([digest(sample) for sample in items[: compared - len(order)]])
+            return items
 
-        return draw, randomness, first, start
+        return draw, randomness, first[: self.rule.shard.world], start
 
     @property
     def has_state(self) -> bool:

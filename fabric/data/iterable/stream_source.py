@@ -144,16 +144,31 @@ class StreamSource(SeededLoaderAdapter):
                 f"{name} is read again from the epoch's beginning up to the saved "
                 "position. Add state_dict() and load_state_dict() to it to resume without rereading."
             )
+        saved = {number: each.get("order", []) for number, each in streams.items() if each["dataset"] is None}
         for batch in batches:
             if batch.position is None:
                 self._fingerprint = batch.items or self._fingerprint
                 continue
             number, entry, incomplete = batch.position
+            if saved:
+                self._check_reread(saved.pop(number, []), entry["order"])
             if incomplete and stops and not self.dataset.shards_itself:
                 rank_zero_warn(_INCOMPLETE_ROUND)
                 return
             streams = {**streams, number: entry}
             yield batch.items, (streams, (number + 1) % turns)
+
+    def _check_reread(self, saved: list[str], now: list[str]) -> None:
+        """Warn if a stream that was read again has begun with other samples than before the save."""
+        if any([before != after for before, after in zip(saved, now, strict=False)]):
+            name = type(self.dataset.wrapped).__name__
+            rank_zero_warn(
+                f"{name} has begun with other samples than in the run that saved the position, so samples of "
+                "this epoch are repeated and lost. Its order depends on a value that is not in the "
+                "checkpoint, such as epochs that it counts itself, or the clock. Seed the order by the epoch "
+                "that Fabric passes to set_epoch(epoch) of the dataset, or add state_dict() and "
+                "load_state_dict() to it."
+            )
 
     def position_update(self, position: Any) -> dict[str, Any]:
         """Return the states of the streams and the number of the next one."""
