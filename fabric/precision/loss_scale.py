@@ -96,7 +96,8 @@ class LossScale:
             UsageError: There are gradients, but there was no scaled backward; or the loop called
                 `scaler.unscale_` with an optimizer that `fabric.setup` returned.
         """
-        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        held = {id(p) for p in params}
         if held and not self._backward_seen:
             raise UsageError(
                 f'{type(optimizer).__name__} has gradients, under precision="16-mixed", before any '
@@ -115,19 +116,18 @@ class LossScale:
                     )
                 if optimizer in self._unscaled or not held.isdisjoint(self._unscaled_ids):
                     self.update()  # gradients of its last step, or unscaled by another optimizer
-                self._unscale(optimizer)
+                if len({hasattr(p.grad, "device_mesh") for p in params}) > 1:
+                    self._unscale_apart(optimizer, params)
+                else:
+                    self.scaler.unscale_(optimizer)
             self._unscaled[optimizer] = True
             self._unscaled_ids |= held
         return bool(held)
 
-    def _unscale(self, optimizer: Optimizer) -> None:
+    def _unscale_apart(self, optimizer: Optimizer, params: list[Any]) -> None:
         """Unscale the gradients: DTensors apart from plain ones, since torch takes one kind at a time."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
         plain = [(p, p.grad) for p in params if not hasattr(p.grad, "device_mesh")]
         apart: Any = SimpleNamespace(param_groups=[{"params": [p for p, _ in plain]}])
-        if len(plain) in (0, len(params)):
-            self.scaler.unscale_(optimizer)
-            return
         try:
             for p, _ in plain:
                 p.grad = None
