@@ -124,7 +124,8 @@ def test_a_stuck_rank_is_shown_once_early_and_in_the_error_at_the_end(tmp_path, 
     assert early.count("Where the ranks are:") in (1, 2)
     assert re.search(rf"fabric: rank [02] has waited \d+ s in {name} \(FABRIC_HANG_REPORT_AFTER=3\)\.", early)
     assert re.search(stuck, early)
-    assert len(re.findall(waiting, early)) in (2, 3, 4)
+    # On a busy machine the third rank may not be in its call yet.
+    assert len(re.findall(waiting, early)) in (1, 2, 3, 4)
     if kill:
         assert re.match(
             r"fabric: rank 1 on \S+ failed first: killed by SIGKILL", done.stderr.splitlines()[-1]
