@@ -472,6 +472,7 @@ def test_saved_of_loss():
     assert losses.saved(node, "nothing") is None
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 def test_shapes_of_losses() -> None:
     """Without them, the root of a mean over each rank's rows is not warned of."""
     x = torch.ones(2, 3, requires_grad=True)

@@ -32,7 +32,7 @@ def check_first_forward(root: Any, gate: Any) -> None:
     for path, module in root.named_modules():
         if is_fsdp(module):
             _FirstForward(module, path, shards)
-    gate.first_calls = FirstCalls(root, shards)
+    gate.first_calls = RootCalls(root, shards)
 
 
 class _Comparison:
@@ -89,7 +89,7 @@ class _FirstForward:
         comparison.check("The forward")
 
 
-class FirstCalls:
+class RootCalls:
     """Comparisons of the root group in calls other than the forward of the model."""
 
     def __init__(self, root: Module, shards: set[Tensor]) -> None:

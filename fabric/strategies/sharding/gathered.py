@@ -63,7 +63,7 @@ class FSDPCallGuard:
         """Name of the method that runs, or of the outermost one that runs; "" in a forward."""
         self.opener: Any = None
         self.first_calls: Any = None
-        """Compares parameters before and after the first calls: `FirstCalls`."""
+        """Compares parameters before and after the first calls: `RootCalls`."""
         self._unsharded_for_backward = self._reached = False
         self._hidden: dict[Any, None] = {}
         """States of modules whose forward returns no tensor that torch finds, in the order of their calls."""

@@ -103,9 +103,6 @@ class DTensorLayout(Layout):
                 'another optimizer, or strategy="ddp".'
             )
         self.remap_parameters(optimizer)
-        from fabric.strategies.sharding.mixed_groups import step_separately
-
-        optimizer.register_step_pre_hook(step_separately)
         return optimizer
 
     def remap_parameters(self, optimizer: Optimizer) -> None:
