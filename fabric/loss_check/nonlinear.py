@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fabric.core._torch import node_number
-from fabric.loss_check.row_dims import JOINED, RowDims, name_of
+from fabric.loss_check.row_dims import JOINED, MATRIX_PRODUCTS, RowDims, name_of
 
 if TYPE_CHECKING:
     from fabric.loss_check.row_dims import Operation
@@ -29,7 +29,7 @@ def nonlinear_part(root: Any, outputs: set[int], rows: int) -> str:
     """
     search = _Search()
     dims = RowDims(lambda node: node_number(node) in outputs, rows, search.add)
-    dims.dim_of(root)
+    dims.read(root)
     found = Counter(search.found.values())
     if found[ROWS_WITH_ROWS]:
         return ROWS_WITH_ROWS
@@ -84,7 +84,7 @@ def _is_between_rows(done: Operation) -> bool:
     left, right = done.dims[-2:] if len(done.dims) > 1 else (None, None)
     if left in (None, JOINED) or right in (None, JOINED):
         return False
-    if done.name in _MATRIX_PRODUCTS:  # (-1, -2): a sum over rows of products within them
+    if done.name in MATRIX_PRODUCTS:  # (-1, -2): a sum over rows of products within them
         return (left, right) not in ((-3, -3), (-1, -2))
     if done.name == "Mv":
         return (left, right) != (-1, -1)
@@ -93,8 +93,7 @@ def _is_between_rows(done: Operation) -> bool:
     return done.name in _PAIRWISE and left != right
 
 
-_MATRIX_PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm"}
-_PRODUCTS = {*_MATRIX_PRODUCTS, "Mul", "Mv", "Dot"}
+_PRODUCTS = {*MATRIX_PRODUCTS, "Mul", "Mv", "Dot"}
 _PAIRWISE = {"Mul", "Div", "Maximum", "Minimum", "Pow", "Logaddexp"}
 _ROOTS, _SCALED = {"LinalgVectorNorm", "Norm", "Sqrt"}, {"Mul", "Div", "Neg", "View"}
 _OF_ROWS = {

@@ -75,8 +75,8 @@ class RowDims:
         self.is_cut = False
         """Whether the graph has more nodes than were read."""
 
-    def dim_of(self, root: Any) -> int | None:
-        """Return the dimension of rows of what a node computed, as in `Operation.dims`."""
+    def read(self, root: Any) -> None:
+        """Read the graph from a node down to the outputs."""
         nodes = [root]
         while nodes:  # no recursion: graphs may be deep
             node = nodes[-1]
@@ -91,9 +91,9 @@ class RowDims:
                 self._nodes[id(node)] = node
                 if is_of_torch(node) and not self._is_output(node):
                     nodes += [each for each, _ in node.next_functions][::-1]
-        return self._dims.get(id(root))
 
     def _dim_after(self, node: Any) -> int | None:
+        """Return the dimension of rows of what a node computed, as in `Operation.dims`."""
         if is_nested(node):
             return None
         if self._is_output(node):
@@ -109,7 +109,7 @@ class RowDims:
 
     def _dim_of_rows(self, done: Operation) -> int | None:
         """Return the dimension of rows after an operation on values with rows."""
-        if done.name in _MATRIX_PRODUCTS:
+        if done.name in {*MATRIX_PRODUCTS, "Mv", "Dot"}:
             return _after_product(done)
         dim, old, new = done.known[0], done.operand_shape(), done.shape
         if done.name in _RESHAPES:
@@ -227,7 +227,7 @@ _PERMUTATIONS: Mapping[str, Callable[[Any, int], list[int]]] = {
     "Transpose": _of_transpose,
     "T": lambda node, num_dims: [*range(num_dims)][::-1],
 }
-_MATRIX_PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Dot"}
+MATRIX_PRODUCTS = {"Mm", "Addmm", "Bmm", "Baddbmm"}
 _CONVERSIONS = {"T", "Transpose", "Permute", "ToCopy", "View"}
 """Operations between a parameter and a product with it."""
 _LAYERS = {"Addmm", "Mm", "Linear", "MkldnnLinear", "Convolution", "MkldnnConvolution"}

@@ -108,6 +108,30 @@ def under_tensor_parallel(data: int, tensor: int) -> None:
     )
 
 
+def many_under_tensor_parallel(empty_init: bool) -> None:
+    """Values and gradients of many are not mixed up, and those of the meta device are averaged, too."""
+    fabric = start(
+        ModelParallelStrategy(lambda model, mesh: model, data_parallel_size=2, tensor_parallel_size=1)
+    )
+    with fabric.init_module(empty_init=empty_init):
+        model = nn.Linear(2, 2)
+        model.scales = nn.ParameterList([nn.Parameter(torch.ones(()) * number) for number in range(30)])
+    if fabric.global_rank and not empty_init:
+        hold = [nn.Parameter(scale.detach().clone()) for scale in model.scales][::-1]  # other addresses
+        model.scales = nn.ParameterList(hold[::-1])
+    model = fabric.setup(model)
+    assert [scale.item() for scale in model.scales] == [*range(30)]
+    weight = 1 + fabric.global_rank
+    model(torch.ones(1, 2))
+    fabric.backward(sum([weight * number * scale for number, scale in enumerate(model.scales)]))
+    assert [scale.grad.item() for scale in model.scales] == [1.5 * number for number in range(30)]
+
+
+@pytest.mark.parametrize("empty_init", [False, True])
+def test_many_under_tensor_parallel(ranks, empty_init):
+    ranks.run(many_under_tensor_parallel, empty_init, world_size=2)
+
+
 def test_they_train_in_groups_of_layers(ranks):
     ranks.run(split_by_layers, world_size=2)
 

@@ -14,12 +14,29 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def step_separately(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Step pre-hook: replace one of torch's optimizers by a view of it, in whose groups parameters are of one
-    kind; None: they are already. Others, which may compute something of a whole group, are not changed.
+def separate_kinds(optimizer: Optimizer) -> None:
+    """Step shards and whole parameters apart, if this optimizer of torch has both in one group. Others may
+    compute something of a whole group, and are not changed.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torchs and len(_groups_of_one_kind(optimizer)) > len(optimizer.param_groups):
+        optimizer.register_step_pre_hook(_step_separately)
+
+
+def _step_separately(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Step pre-hook: replace one of torch's optimizers by a view of it, in whose groups parameters are of one
+    kind; None: they are already.
+    """
+    groups = _groups_of_one_kind(optimizer)
+    if len(groups) == len(optimizer.param_groups):
         return None
+    view = object.__new__(type(optimizer))
+    vars(view).update({**vars(optimizer), "param_groups": groups})
+    return (view, *args[1:]), kwargs
+
+
+def _groups_of_one_kind(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups; instead of one with both kinds, one for each kind."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         whole = [p for p in group["params"] if not is_dtensor(p)]
@@ -30,8 +47,4 @@ def step_separately(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
             ]
         else:
             groups.append(group)
-    if len(groups) == len(optimizer.param_groups):
-        return None
-    view = object.__new__(type(optimizer))
-    vars(view).update({**vars(optimizer), "param_groups": groups})
-    return (view, *args[1:]), kwargs
+    return groups

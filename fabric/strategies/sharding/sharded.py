@@ -29,7 +29,7 @@ from fabric.strategies.sharding.blocks import SET_UP
 from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
-from fabric.strategies.sharding.mixed_groups import step_separately
+from fabric.strategies.sharding.mixed_groups import separate_kinds
 from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import name_of, name_of_parameter, names_of_owners
 
@@ -81,7 +81,7 @@ class FSDP2Runtime(DTensorLayout):
             UsageError: It has parameters that no model has any more, or that are not sharded; it is LBFGS.
         """
         super().setup_optimizer(optimizer)
-        optimizer.register_step_pre_hook(step_separately)
+        separate_kinds(optimizer)
         self._check_own(optimizer)
         return optimizer
 

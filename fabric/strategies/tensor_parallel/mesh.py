@@ -138,6 +138,8 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
             _check_tied(module, tied)
             self._shard_data_parallel(module)
             self._materialise(slots_of_metas, topology)
+            if is_fsdp(module):  # before it is registered as a model whose gradients are all reduced
+                self.add_free_parameters(_scalars(module))
         self._install_checks(module)
         split: Module = module
         return split
@@ -148,9 +150,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
 
         mesh: Any = self.mesh
         if not is_fsdp(module) and (mesh.size(0) > 1 or any([is_fsdp(part) for part in module.modules()])):
-            scalars = {p for p in module.parameters() if not p.dim() and not is_dtensor(p)}
-            fully_shard(module, mesh=mesh[DIMS[0]], ignored_params=scalars or None)
-            self.add_free_parameters([*scalars])
+            fully_shard(module, mesh=mesh[DIMS[0]], ignored_params={*_scalars(module)} or None)
 
     def _materialise(self, slots_of_metas: MetaSlots, topology: Topology) -> None:
         from torch.distributed.tensor import DTensor
@@ -227,6 +227,11 @@ class Splitting(TorchFunctionMode):
         """Whether a tensor is one of these parameters, a view of one, or a shard."""
         held = {memory_of(slots[name]) for _, slots, name, _ in self._slots}
         return is_dtensor(tensor) or memory_of(tensor) in held
+
+
+def _scalars(module: Module) -> list[Any]:
+    """Return the 0-dim parameters, which each rank has whole, in an order that is equal on all ranks."""
+    return [p for p in module.parameters() if not p.dim() and not is_dtensor(p)]
 
 
 def _tied(module: Module) -> list[list[str]]:
