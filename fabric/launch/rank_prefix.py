@@ -33,7 +33,8 @@ def prefix_output(rank: int) -> None:
             continue
         with contextlib.suppress(AttributeError, TypeError):  # a stream of another tool: no such attributes
             stream.write = LinePrefix(stream.write, f"[rank {rank}] ")  # type: ignore[method-assign]
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # whole lines, to a pipe, too
+            # whole lines, to a pipe and under `python -u` (torchrun), where ranks' parts of lines would mix
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 class LinePrefix:

@@ -76,6 +76,28 @@ def test_streams_stay_the_same_objects(monkeypatch):
     assert streams["stderr"].buffer.getvalue() == b"[rank 12] logged\n"
 
 
+class Writes(io.RawIOBase):
+    def __init__(self):
+        self.parts = []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.parts.append(bytes(data))
+        return len(data)
+
+
+def test_a_line_is_one_write_under_python_u(monkeypatch):
+    """torchrun starts `python -u`: the parts of a line were single writes, which mixed with other ranks'."""
+    monkeypatch.setenv("FABRIC_PREFIX_RANKS", "1")
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(writes := Writes(), "utf-8", write_through=True))
+    prefix_output(1)
+    print("loss", 0.5)
+    assert writes.parts == [b"[rank 1] loss 0.5\n"]
+
+
 class Slotted:
     __slots__ = ("text",)
 
@@ -97,7 +119,8 @@ import logging, os, sys, warnings
 logging.basicConfig(format="%(message)s")
 from fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=2)
-print("early", flush=True)
+sys.stdout.write("early\\n")  # one write: torchrun starts python with -u
+sys.stdout.flush()
 fabric.launch()
 print("hello", sys.stdout.isatty())
 logging.error("logged")
