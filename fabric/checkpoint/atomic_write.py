@@ -14,6 +14,7 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from fabric.checkpoint.freed_files import freed_later, wait_until_freed
 from fabric.utilities.cloud_io import local_path, target_path
 
 try:
@@ -85,6 +86,7 @@ def temporary_path(path: Path, directory: bool) -> Path:
 
     Unlocked temporary paths belong to saves to `path` that were killed; they are removed.
     """
+    wait_until_freed()  # the disk may have no space for three checkpoints
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -195,7 +197,8 @@ def commit_path(part: Path, path: Path) -> None:
     If either is a directory, the former checkpoint is first set aside by a rename, and deleted last.
     """
     if not part.is_dir() and not path.is_dir():
-        part.replace(path)
+        with freed_later(path):
+            part.replace(path)
         _unlock(part)
         flush_directory(path.parent)
         return
@@ -215,7 +218,10 @@ def commit_path(part: Path, path: Path) -> None:
         flush_directory(path.parent)
         before = _leftovers(path, "old")  # also those of killed saves
     for rest in before:
-        remove(rest)
+        with freed_later(rest):
+            remove(rest)
+        if rest.is_dir():  # a network file system kept the names of open files
+            remove(rest)
 
 
 def remove(path: Path) -> None:
@@ -226,16 +232,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     _unlock(path)
     _modes.pop(path, None)
-
-
-def uncache(file: Path) -> None:
-    """Remove a file from the page cache, as far as possible; deleting it then takes less time."""
-    with suppress(OSError, AttributeError):  # no such file; not Linux
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 def flush_directory(directory: Path) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at, uncache
+from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.checkpoint.content import check_shape, check_tags, listed_file, unsafe_object_error
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.formats.sharded._torch import place_in_file
@@ -80,13 +80,11 @@ class ShardWriter:
         tree: The checkpoint, with the same keys on all ranks. A sharded tensor is a DTensor. A tensor of
             another rank is a placeholder (`placeholder_of`).
         rank: Its number in the save, and in the name of its file.
-        replaced: The path of the checkpoint that rank zero deletes at the end. The deletion is faster, since
-            each rank removes its file there from the page cache while the disk writes.
     """
 
     @torch.no_grad()  # DTensor.to_local takes 10 times as long with autograd
-    def __init__(self, tree: dict[str, Any], rank: int = 0, replaced: Path | None = None) -> None:
-        self.rank, self._replaced = rank, replaced
+    def __init__(self, tree: dict[str, Any], rank: int = 0) -> None:
+        self.rank = rank
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.tied: dict[str, str] = {}
@@ -140,8 +138,6 @@ class ShardWriter:
                     else:
                         torch.save(part.value if isinstance(part, Pickled) else part, stream)
                     lengths.append(stream.tell() - start)
-                if self._replaced is not None:
-                    uncache(self._replaced / name)
         return [lengths, digests.get(name)]
 
     def finish(self, directory: Path, written: list[Any], facts: Any) -> None:

@@ -88,7 +88,7 @@ def save_sharded(
         with _together(strategy, path):
             from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 
-            writer = ShardWriter(tree, rank, path)
+            writer = ShardWriter(tree, rank)
             part = begin(path) if zero else None
         directory, owners = strategy.broadcast((part, writer.owners))
         with _together(strategy, path):
