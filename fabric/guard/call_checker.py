@@ -144,9 +144,8 @@ class StoreBarrier:
         end = time.monotonic() + seconds
         while True:
             with suppress(StoreTimeout):  # until the timeout of the call
-                if self.is_first and self._store.add(self._prefix, 0) >= len(self.members):
-                    return True
-                if not self.is_first and self._store.check([f"{self._prefix}/all"]):
+                arrived = self.is_first and self._store.add(self._prefix, 0) >= len(self.members)
+                if arrived or (not self.is_first and self._store.check([f"{self._prefix}/all"])):
                     return True
             if time.monotonic() > end:
                 return False

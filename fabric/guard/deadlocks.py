@@ -218,11 +218,8 @@ class DeadlockDetector:
         if last.partition(b" ")[0] == b"%d" % waits:  # searched: no rank has started to wait since
             self._unsearched_since = None
             return
-        self._unsearched_since, seen, self._waits_seen = (
-            self._unsearched_since or now,
-            self._waits_seen,
-            waits,
-        )
+        seen, self._waits_seen = self._waits_seen, waits
+        self._unsearched_since = self._unsearched_since or now
         if waits != seen and now - self._unsearched_since < _LONGEST_DELAY_S:
             return
         claim = b"%d %d" % (waits, self.rank)

@@ -108,11 +108,8 @@ def as_spans(ranks: Iterable[int]) -> str:
 def align_columns(cells: Sequence[tuple[str, ...]]) -> str:
     """Return a line per tuple, with all columns but the last as wide as their longest cell."""
     widths = [max([len(line[column]) for line in cells]) for column in range(len(cells[0]) - 1)]
-    lines = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        lines.append("  ".join(["", *padded, line[-1]]).rstrip())
-    return "\n".join(lines)
+    lines = [[*map(str.ljust, line, widths), line[-1]] for line in cells]
+    return "\n".join(["  ".join(["", *line]).rstrip() for line in lines])
 
 
 def _cut_to_difference(texts: list[str], limit: int = 100) -> list[str]:

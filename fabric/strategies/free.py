@@ -106,6 +106,9 @@ class FreeParameters:
         """Do nothing: gradients are averaged at the end of the outermost pass."""
 
 
+_step_checks: weakref.WeakSet[StepCheck] = weakref.WeakSet()
+
+
 class StepCheck:
     """Checks each optimizer of this process before its first step, and compares gradients that the layout
     does not average.
@@ -126,6 +129,9 @@ class StepCheck:
         """The ids of an optimizer's parameters at its last step; those that the layout does not average."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps with gradients that ranks may compare."""
+        self._number: int = max([check._number for check in _step_checks], default=0) + 1
+        """In the order of creation: two `Fabric` objects, or one that is not collected yet."""
+        _step_checks.add(self)
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -164,6 +170,10 @@ class StepCheck:
         if reduced is None:
             return []
         alive = [p for p in parameters_of(optimizer) if p.requires_grad]
+        for later in [check._strategy for check in _step_checks if check._number > self._number]:
+            elsewhere = later.layout.reduced_parameters() or set()
+            if any([id(p) in elsewhere for p in alive]):
+                return []
         unaveraged = {id(p): p for p in alive if id(p) not in reduced}
         for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:
             stepping(optimizer)

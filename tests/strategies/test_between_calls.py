@@ -327,6 +327,21 @@ def test_gradients_of_this_rank_alone_are_told_apart(ranks, kind):
         assert "gradients that were never synchronised" in str(error)
 
 
+def step_beside_an_older_fabric() -> None:
+    """A strategy that is not collected yet, or of another part of the program, has checked first."""
+    older = Loop("ddp").fabric
+    model = net(0)
+    model, _ = older.setup(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    older.backward(model(torch.ones(2, 4, dtype=torch.float64)).sum())
+    step_with_gradients("imaginary")
+
+
+def test_an_older_fabric_does_not_check_optimizers_of_a_newer_one(ranks):
+    for error in ranks.run_expecting_errors(step_beside_an_older_fabric, world_size=2):
+        assert isinstance(error, UsageError)
+        assert "gradients that were never synchronised" in str(error)
+
+
 def steps_by_hand(strategy: str, average: bool) -> list[float]:
     """Gradients that no backward has put there, beside a model that backwards train."""
     loop, model = Loop(strategy), net(1)
