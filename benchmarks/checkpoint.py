@@ -32,6 +32,8 @@ from harness import (
 from memory import MALLOC, MIB, peak, settled
 from torch import nn
 
+from fabric.checkpoint.freed_files import wait_until_freed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -78,6 +80,7 @@ class Bench:
         if self.pending is not None:
             self.pending.wait()
         self.pending = None
+        wait_until_freed()
         os.sync()
 
     def write(self, content: bytes) -> None:
@@ -167,6 +170,7 @@ class Parts:
         if self.pending is not None:
             self.pending.wait()
         self.pending = None
+        wait_until_freed()
         dist.barrier()
         os.sync()
         dist.barrier()
