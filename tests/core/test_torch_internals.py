@@ -32,7 +32,6 @@ from fabric.strategies import _torch as strategies
 from fabric.strategies.context_parallel import _torch as context_parallel
 from fabric.strategies.ddp import _torch as ddp
 from fabric.strategies.deferred_init import _torch as deferred_init
-from fabric.strategies.fsdp import _torch as fsdp
 from fabric.strategies.pipeline import _torch as pipeline
 from fabric.strategies.sharding import _torch as sharding
 from fabric.strategies.zero1 import _torch as zero1
@@ -619,7 +618,7 @@ def _one_split_model() -> None:
     whole.grad = torch.ones_like(whole, dtype=getattr(whole, "grad_dtype", None))
     root = strategies.fsdp_state(model)
     reduced: list[int] = []
-    fsdp.reduce_in_place(model, lambda reduce, parts: reduced.append(len(parts)) or reduce())
+    sharding.reduce_in_place(model, lambda reduce, parts, number: reduced.append(len(parts)) or reduce())
     sharding.finish_backward(root)
     assert sorted(reduced) == sorted(
         len(g.fsdp_params) for g in sharding.fsdp_groups(sharding.fsdp_states(model))
@@ -669,11 +668,11 @@ def test_process_groups(tmp_path: Path) -> None:
 def test_hooks_of_parameters_are_seen() -> None:
     """Setup under FSDP would lose them."""
     one, two = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    assert not fsdp.has_hooks(one)
+    assert not sharding.has_hooks(one)
     one.register_hook(lambda grad: grad)
     two.register_post_accumulate_grad_hook(lambda p: None)
-    assert fsdp.has_hooks(one)
-    assert fsdp.has_hooks(two)
+    assert sharding.has_hooks(one)
+    assert sharding.has_hooks(two)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9, of its own call

@@ -172,6 +172,14 @@ setattr(type(rank_zero_only), "warning_rank", always_zero)
         ("ddp-group", "zero1-group"),
         kind="batches",
     ),
+    "what FSDP reduces is compared": Mend(
+        """
+import fabric.strategies.sharding.sharded as sharded
+sharded.record_reductions = lambda *_: None
+""",
+        SPLIT,
+        kind="branches",
+    ),
     "steps with a closure are compared": Mend(
         """
 from form_mends import rewrite

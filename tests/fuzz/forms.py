@@ -27,6 +27,8 @@ class Form:
     """What is said before the loop."""
     warned: bool = False
     """Whether ranks differ from one process, so that a warning is owed."""
+    refused: bool = False
+    """Whether ranks come to differ, so that an error is owed."""
     without: str = SEQUENCES
     """A pattern of layouts in which it means something else."""
     models: tuple[str, ...] = ()
@@ -247,6 +249,14 @@ for step in range(2):
 LOADER_OF_ROWS = """
 loader = fabric.setup_dataloaders(DataLoader(Rows(36), batch_size=12 // parts(fabric)))
 """
+BRANCHES = """
+$o.zero_grad()
+ways = ['left', 'right']
+for part in range($parts):
+    x = share(fabric, floats($seed + 100 * step + 1000 * part))
+    fabric.backward(score($m(x, ways[(fabric.global_rank + part) % 2])))
+$o.step()
+"""
 OWN = "torch.arange(len(out))"
 JOINED = (
     "(out - 1).square().mean().sqrt()",
@@ -385,6 +395,14 @@ FORMS = [
         "rows", ROWS_OF_LOADER, {"loss": JOINED}, once=LOADER_OF_ROWS, warned=True, loops=True, without=SHARED
     ),
     Form("rows", ROWS_OF_LOADER, {"loss": OF_ROWS}, once=LOADER_OF_ROWS, loops=True, without=SHARED),
+    Form(
+        "branches",
+        BRANCHES,
+        {"parts": ("1", "2", "4")},
+        refused=True,
+        without=r"^(?!fsdp|zero2|hsdp)|unused",
+        models=("branch",),
+    ),
     Form("batches", ZIPPED, SHUFFLED, once=LOADERS, loops=True),
     Form("batches", SHORT, {**SHUFFLED, "rows": ("36", "60")}, once=LOADER, loops=True),
     Form(

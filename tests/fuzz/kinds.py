@@ -10,7 +10,7 @@ from string import Template
 from forms import FORMS, Form
 from grammar import KINDS, Node, Scene, closing, make_models, make_optimizers
 from layouts import BY_NAME, LAYOUTS, Layout
-from program import WARNED, Program
+from program import DIFFER, WARNED, Program
 from statements import interjection, turn
 
 NAMES = tuple(dict.fromkeys(form.kind for form in FORMS))
@@ -54,7 +54,9 @@ def looped(scene: Scene, form: Form) -> list[Node]:
             text = Template(text).safe_substitute(names, x=scene.data(model.kind.x))
         return nodes(text.strip().splitlines())
 
-    step: Node = (WARNED if form.warned else f"# {form.kind}", said(form.step))
+    scene.drifts = scene.drifts or form.refused
+    head = DIFFER if form.refused else WARNED if form.warned else f"# {form.kind}"
+    step: Node = (head, said(form.step))
     after: list[Node] = []
     for other in [other for other in scene.optimizers if other is not optimizer and scene.chance(0.4)]:
         after += turn(scene, other)

@@ -16,6 +16,7 @@ OWED = [
     (r"was called where it leaves the gradients", "loss.backward() that fabric did not arm"),
     (r"setup removed from the model", "an optimizer that was forgotten in setup"),
     (r"auto_wrap_policy=.* matches no module", "a policy that names classes the model has not"),
+    (r"run the same layers on all ranks", "layers that only some ranks used"),
     (r"Ranks must use models and optimizers in one order", "models in another order on ranks"),
     (r"CollectiveMismatch: Ranks made different calls", "a forward, or a verb, of some ranks alone"),
     (r"is a view with gaps, or transposed", "parameters with gaps in memory of sharded models"),

@@ -22,9 +22,9 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
-from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
-from fabric.strategies.sharding._torch import unsharded_of
+from fabric.strategies.sharding._torch import has_hooks, reduce_in_place, unsharded_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
+from fabric.strategies.sharding.reductions import fill
 from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import SPLIT, is_dtensor
 from fabric.strategies.tensor_sync import broadcast_from_zero, on_any_rank
@@ -302,7 +302,7 @@ class FullyShard(FSDP2Runtime):
             reduce_in_place(module, partial(_reduce_used, channel=self.channel))
 
 
-def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel) -> None:
+def _reduce_used(reduce: Callable[[], None], parts: list[Any], number: int, channel: Channel) -> None:
     """Reduce a group's gradients, with zeros for ranks that have none. All ranks must call this.
 
     torch's `set_reduce_scatter_unused_params` also writes zeros for parameters that no rank used. Weight
@@ -310,10 +310,7 @@ def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel)
     """
     wholes = [whole for part in parts if (whole := unsharded_of(part)) is not None and whole.requires_grad]
     used = on_any_rank([whole.grad is not None for whole in wholes], channel)
-    for whole, any_has in zip(wholes, used, strict=True):
-        if any_has and whole.grad is None:
-            # In torch 2.15 the gradients of half-precision copies have the parameters' own dtype.
-            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
+    fill([whole for whole, any_has in zip(wholes, used, strict=True) if any_has and whole.grad is None])
     reduce()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _python_dispatch
@@ -100,6 +101,19 @@ def unshard_root(state: Any, root: Any) -> None:
 def reshard_root(state: Any, root: Any, out: Any) -> Any:
     """Run FSDP2's post-forward of the root module. Return `out`; a backward of it gathers again."""
     return state._post_forward(root, (), out)
+
+
+def reduce_in_place(root: Any, reduce: Callable[..., None]) -> None:
+    """Replace the reduction of each group of a model by `reduce(torch's reduction, sharded parameters, number
+    of the group)`.
+    """
+    for number, group in enumerate(fsdp_groups(fsdp_states(root))):
+        group.post_backward = partial(reduce, group.post_backward, group.fsdp_params, number)
+
+
+def has_hooks(parameter: Any) -> bool:
+    """Whether a parameter has hooks on its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def finish_backward(state: Any) -> None:

@@ -30,6 +30,7 @@ from fabric.strategies.sharding.first_forward import check_first_forward
 from fabric.strategies.sharding.forward_check import ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.mixed_groups import separate_kinds
+from fabric.strategies.sharding.reductions import record_reductions
 from fabric.strategies.sharding.split import DTensorLayout, is_dtensor
 from fabric.utilities.init import name_of, name_of_parameter, names_of_owners
 
@@ -55,7 +56,11 @@ class FSDP2Runtime(DTensorLayout):
     def __init__(self) -> None:
         super().__init__()
         self.passed = 0
-        """Checksum of the calls of groups with gradients, and of backwards, since the last step."""
+        """Checksum of the calls of groups with gradients, backwards and reductions since the last step."""
+        self.left_out: dict[int, None] = {}
+        """The ids of parameters that had no gradient in a backward that reduced others of their group, since
+        the last step, in the order of the backwards.
+        """
         self._reached: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
@@ -172,6 +177,7 @@ class FSDP2Runtime(DTensorLayout):
             part.__dict__["_apply"] = partial(_convert, part)
             if is_fsdp(part):  # torch's own error names no remedy
                 part.__dict__.update({"__deepcopy__": partial(_refuse_copy, name_of(module)), SET_UP: True})
+        record_reductions(module, self)
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
         check_first_forward(module, module.__dict__["_fabric_gate"])
 
@@ -231,11 +237,14 @@ class FSDP2Runtime(DTensorLayout):
         missing = [p for p in held if p.grad is None and p.requires_grad]
         names = [name_of_parameter(p) or own.get(id(p), "a parameter") for p in missing]
         text = f"{NO_GRADIENT} {', '.join(names)}" if names else "all parameters have gradients"
+        late = {id(p) for p in held if p.grad is not None} if self.left_out else ()
+        if names := [own.get(key, "a parameter") for key in self.left_out if key in late]:
+            text += f", earlier backwards had {NO_GRADIENT} {', '.join(names)}"
         if len(args) > 1 or kwargs:
             text = "a closure computes the gradients"
         if self.passed:
             text += f", layers were called in the order {self.passed:08x}"
-        self.passed = 0
+        self.passed, self.left_out = 0, {}
         owners = names_of_owners(held, self.models())
         self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {text}"))
         if self.after_sync is not None:

@@ -1,0 +1,50 @@
+"""`record_reductions`: ranks that reduce different gradients raise at the step, and mix up no messages.
+
+FSDP2 reduces those gradients of a group that the backward has computed, as one message. After a branch ranks
+would send messages of different sizes, which ends a process of gloo, or would add gradients of different
+parameters, which nothing reports. So a group with some gradients sends zeros for the rest of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+
+from fabric.strategies.sharding._torch import has_hooks, reduce_in_place, unsharded_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def record_reductions(root: Any, layout: Any) -> None:
+    """Record each reduction of the groups of a model in the layout; a step compares the record."""
+    reduce_in_place(root, partial(_reduce, layout=layout))
+
+
+def fill(wholes: Iterable[Any]) -> None:
+    """Set the gradients of gathered parameters to zeros."""
+    for whole in wholes:
+        # In torch 2.15 the gradients of half-precision copies have the parameters' own dtype.
+        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
+
+
+def _reduce(reduce: Callable[[], None], parts: list[Any], number: int, layout: Any) -> None:
+    gathered = [(part.sharded_param, unsharded_of(part)) for part in parts]
+    trained = [(shard, whole) for shard, whole in gathered if whole is not None and whole.requires_grad]
+    missing = [(shard, whole) for shard, whole in trained if whole.grad is None]
+    if len(missing) == len(trained):
+        reduce()
+        return
+    names = [index for index, (_, whole) in enumerate(trained) if whole.grad is None]
+    layout.passed = crc32(f"group {number} without {names}".encode(), layout.passed)
+    layout.left_out.update({id(shard): None for shard, _ in missing})
+    # A hook on the gradient would get zeros. A gradient that no rank has stays None: momentum would move it.
+    zeros = [(shard, whole) for shard, whole in missing if not has_hooks(shard)]
+    fill([whole for _, whole in zeros])
+    new = [shard for shard, _ in zeros if shard.grad is None]
+    reduce()
+    for shard in new:
+        shard.grad = None

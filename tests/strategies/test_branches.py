@@ -1,0 +1,154 @@
+"""Branches under FSDP: ranks that reduce gradients of different parameters raise, and mix up no messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import CollectiveMismatch
+from fabric.strategies import FSDPStrategy
+
+
+class Experts(nn.Module):
+    """Two experts; `way` is the one whose output is returned."""
+
+    def __init__(self, width: int = 6, every: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        self.two = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        self.every = every
+
+    def forward(self, x, way: str):
+        if self.every:  # both are computed, and the loss has one
+            one, two = self.one(x), self.two(x)
+            return one if way == "one" else two
+        if way == "both":
+            return self.one(x) + self.two(x)
+        return self.one(x) if way == "one" else self.two(x)
+
+
+def start(strategy, precision: str = "32-true"):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
+    fabric.launch()
+    torch.manual_seed(5)
+    return fabric
+
+
+def rows(fabric, number: int) -> torch.Tensor:
+    """This rank's half of batch `number`, or the whole batch on one rank."""
+    whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+    return whole if fabric.world_size == 1 else whole[2 * fabric.global_rank : 2 * fabric.global_rank + 2]
+
+
+def branch(strategy, ways: list[tuple[str, str]], width: int, every: bool) -> None:
+    """A step of several backwards; `ways`: the experts of rank 0 and of rank 1 in each."""
+    fabric = start(
+        FSDPStrategy(auto_wrap_policy={nn.Sequential}, sharding_strategy="SHARD_GRAD_OP")
+        if every
+        else strategy
+    )
+    net = Experts(width, every)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.3, weight_decay=0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for number, way in enumerate(ways):
+        fabric.backward(model(rows(fabric, number), way[fabric.global_rank]).square().mean())
+    try:
+        optimizer.step()
+    finally:
+        torch.testing.assert_close(dict(model.state_dict()), before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("width", [6, 9])
+@pytest.mark.parametrize(
+    ("ways", "left"),
+    [
+        ([("one", "two")], ["no gradient for two.0", "no gradient for one.0"]),
+        ([("both", "two")], ["all parameters have gradients", "no gradient for one.0"]),
+        (
+            [("one", "two"), ("two", "one")],
+            ["two.0.weight, two.0.bias", "one.0.weight, one.0.bias"],
+        ),
+    ],
+    ids=["other experts", "one more", "all after two backwards"],
+)
+def test_ranks_that_differ_raise_before_the_step(ranks, monkeypatch, strategy, width, ways, left):
+    """In the last case gradients of both experts were added up, and the step took them. With another width
+    gloo ended the process.
+    """
+    for error in ranks.run_expecting_errors(branch, strategy, ways, width, False, world_size=2):
+        assert isinstance(error, CollectiveMismatch)
+        assert all(text in str(error).replace("...", "") for text in left), error
+        assert "run the same layers on all ranks" in str(error)
+
+
+def test_groups_that_a_backward_reaches_on_one_rank(ranks):
+    ways = [("one", "two"), ("two", "one")]
+    for error in ranks.run_expecting_errors(branch, "fsdp", ways, 6, True, world_size=2):
+        assert isinstance(error, CollectiveMismatch)
+        assert "layers were called in the order" in str(error)
+
+
+def trained(strategy, precision: str, ways: list[str], hooks: bool = False) -> list[torch.Tensor]:
+    """The parameters after a step for each of `ways`, whose experts all ranks use."""
+    fabric = start(strategy, precision)
+    net = Experts(9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    model, optimizer = fabric.setup(net, optimizer)
+    called: list[nn.Parameter] = []
+    for p in model.parameters() if hooks else ():
+        p.register_post_accumulate_grad_hook(called.append)
+    for number, way in enumerate(ways):
+        optimizer.zero_grad()
+        for micro in range(2):
+            fabric.backward(model(rows(fabric, 2 * number + micro), way).square().mean() / 2)
+        unused = model.module.two if way == "one" else model.module.one
+        without = [p for p in unused.parameters() if way != "both"]
+        assert all(p.grad is None for p in without)
+        assert not {*called} & {*without}
+        assert not hooks or len(called) == 2 * (4 if without else 8)
+        called.clear()
+        optimizer.step()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed"])
+def test_a_branch_of_all_ranks_equals_one_process(ranks, strategy, precision):
+    """Parameters that no rank used have no gradient: momentum and weight decay do not change them."""
+    ways = ["one", "two", "two", "both", "one"]
+    expected = ranks.run(trained, "auto", precision, ways, world_size=1)[0]
+    found = ranks.run(trained, strategy, precision, ways, world_size=2)[0]
+    error = 2e-2 if precision == "bf16-true" else 1e-3 if precision == "16-mixed" else 1e-6
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_hooks_of_parameters_that_no_rank_used_are_not_called(ranks, strategy):
+    ranks.run(trained, strategy, "32-true", ["one", "two", "both"], True, world_size=2)
+
+
+def with_unused(world_size_one: bool) -> list[torch.Tensor]:
+    """Other experts on each rank, in several backwards, as one process would compute them."""
+    fabric = start("auto" if world_size_one else FSDPStrategy(find_unused_parameters=True))
+    net = Experts(9)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.3))
+    for number, way in enumerate([("one", "two"), ("two", "one"), ("one", "one")]):
+        x = rows(fabric, number)
+        parts = [(x[:2], way[0]), (x[2:], way[1])] if world_size_one else [(x, way[fabric.global_rank])]
+        for part, one in parts:
+            fabric.backward(model(part, one).square().mean() / len(parts))
+    optimizer.step()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+def test_ranks_may_differ_with_find_unused_parameters(ranks):
+    expected = ranks.run(with_unused, True, world_size=1)[0]
+    for value, other in zip(ranks.run(with_unused, False, world_size=2)[0], expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
