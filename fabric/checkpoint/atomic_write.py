@@ -220,7 +220,8 @@ def commit_path(part: Path, path: Path) -> None:
     for rest in before:
         with freed_later(rest):
             remove(rest)
-        if rest.is_dir():  # a network file system kept the names of open files
+        if rest.is_dir():  # a network file system kept the names of open files, or no descriptor was left
+            wait_until_freed()
             remove(rest)
 
 

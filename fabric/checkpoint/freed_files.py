@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 _SMALLEST = 1 << 20
 """Bytes of the smallest file whose blocks are freed in a thread."""
-_MOST_FILES = 64
+_MOST_FILES = 16
+"""Descriptors that it takes at once: a process may have 64 in all."""
 _RENAMED = (".nfs", ".fuse_hidden")
 """How names begin that network file systems give to files that are deleted while they are open."""
-_freeing: dict[threading.Thread, list[int]] = {}
-"""Running threads, and the descriptors that they will close."""
+_threads: dict[threading.Thread, None] = {}
+"""The threads that free blocks; they were started."""
+_descriptors: set[int] = set()
+"""The open files of this module."""
 
 
 @contextmanager
@@ -34,16 +37,21 @@ def freed_later(path: Path) -> Iterator[None]:
     finally:
         if descriptors:
             thread = threading.Thread(target=_close, args=[descriptors], daemon=True, name="fabric-free")
-            _freeing[thread] = descriptors
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # Python 3.12 starts none at its exit, and there may be too many
+                _close(descriptors)
+            else:
+                _threads[thread] = None
             if _has_renamed(path):
                 wait_until_freed()
 
 
 def wait_until_freed() -> None:
     """Wait until the blocks of all deleted files are free."""
-    for thread in list(_freeing):
+    for thread in list(_threads):
         thread.join()
+        _threads.pop(thread, None)
 
 
 def _open_large(path: Path) -> list[int]:
@@ -53,6 +61,7 @@ def _open_large(path: Path) -> list[int]:
             status = file.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_size >= _SMALLEST:
                 descriptors.append(os.open(file, os.O_RDONLY | os.O_NOFOLLOW))
+                _descriptors.add(descriptors[-1])
             if len(descriptors) == _MOST_FILES:
                 break
     return descriptors
@@ -67,16 +76,17 @@ def _has_renamed(path: Path) -> bool:
 
 
 def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())  # removed first: a forked child closes what is left
-    _freeing.pop(threading.current_thread(), None)
+    for descriptor in descriptors:
+        _descriptors.discard(descriptor)  # first: a forked child closes those that are left
+        with suppress(OSError):  # closed by the program, with all others
+            os.close(descriptor)
 
 
 def _close_inherited() -> None:
-    for descriptors in _freeing.values():
-        for descriptor in descriptors:
-            os.close(descriptor)
-    _freeing.clear()
+    _threads.clear()
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def test_the_old_checkpoint_is_deleted_and_a_thread_frees_its_blocks(tmp_path, h
     held.set()
     wait_until_freed()
     assert open_links(tmp_path) == []
-    assert freed_files._freeing == {}
+    assert (freed_files._threads, freed_files._descriptors) == ({}, set())
 
 
 @needs_proc
@@ -82,7 +84,7 @@ def test_blocks_of_small_files_and_of_links_are_not(tmp_path, held, directory):
         path.symlink_to(tmp_path / "target")
     part = temporary_path(path, directory)
     commit_path(part, path)
-    assert freed_files._freeing == {}
+    assert freed_files._threads == {}
     assert (tmp_path / "target").read_bytes() == LARGE
 
 
@@ -135,7 +137,7 @@ def test_a_network_file_system_that_keeps_names_of_open_files(tmp_path, monkeypa
     delete = shutil.rmtree
 
     def delete_like_nfs(directory, **arguments):
-        if freed_files._freeing or not (directory / "f").exists():
+        if freed_files._threads or not (directory / "f").exists():
             delete(directory, **arguments)
         else:
             (directory / "f").rename(directory / ".nfs0001")
@@ -148,14 +150,74 @@ def test_a_network_file_system_that_keeps_names_of_open_files(tmp_path, monkeypa
         commit_path(part, path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     assert [entry.name for entry in path.iterdir()] == ["f"]
-    assert freed_files._freeing == {}
+    assert freed_files._threads == {}
 
 
 def test_a_replaced_file_on_such_a_file_system_is_closed_before_the_save_returns(tmp_path):
     (tmp_path / "old").write_bytes(LARGE)
     with freed_later(tmp_path / "old"):
         (tmp_path / "old").rename(tmp_path / ".nfs0001")
-    assert freed_files._freeing == {}
+    assert freed_files._threads == {}
+
+
+@needs_proc
+def test_no_thread_can_be_started(tmp_path, monkeypatch):
+    """Python 3.12 starts none while it exits, as in a `wait=False` save on the last line of a script."""
+    (tmp_path / "old").write_bytes(LARGE)
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: threading.Lock().release())  # RuntimeError
+        with freed_later(tmp_path / "old"):
+            (tmp_path / "old").unlink()
+    assert descriptors() == before
+    wait_until_freed()
+
+
+def test_another_thread_waits_while_the_thread_is_started(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def started_slowly(thread):
+        if thread.name == "fabric-free":
+            wait_until_freed()  # as another thread may do here
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started_slowly)
+    (tmp_path / "old").write_bytes(LARGE)
+    with freed_later(tmp_path / "old"):
+        (tmp_path / "old").unlink()
+    wait_until_freed()
+
+
+@needs_proc
+def test_a_program_that_closes_all_descriptors(tmp_path, held, recwarn):
+    (tmp_path / "old").write_bytes(LARGE)
+    with freed_later(tmp_path / "old"):
+        (tmp_path / "old").unlink()
+    (descriptor,) = freed_files._descriptors
+    os.close(descriptor)  # os.closerange() of a daemon
+    held.set()
+    wait_until_freed()
+    assert (freed_files._threads, freed_files._descriptors) == ({}, set())
+
+
+@needs_proc
+def test_few_descriptors(tmp_path):
+    """A directory of many large files is deleted whole, and leaves descriptors to the program."""
+    path = tmp_path / "c"
+    code = f"""
+import resource
+from pathlib import Path
+from fabric.checkpoint.atomic_write import commit_path, temporary_path
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = [open("/dev/null") for _ in range(30)]
+for _ in range(2):
+    part = temporary_path(Path({str(path)!r}), directory=True)
+    for number in range(100):
+        (part / f"f{{number}}").open("wb").truncate({len(LARGE)})
+    commit_path(part, Path({str(path)!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
