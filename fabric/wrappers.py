@@ -156,7 +156,7 @@ class _FabricModule(Module):
             name = f"{prefix}{key.replace(_COMPILED, '')}"
             if name in state_dict:
                 state_dict[prefix + key] = state_dict.pop(name)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.module._load_from_state_dict(state_dict, prefix, *args)  # which may be overridden
 
     def train(self, mode: bool = True, *args: Any, **kwargs: Any) -> Self:
         """Set `mode` of the user's module and its wrappers; `args`, `kwargs` are for the user's `train`."""

@@ -106,3 +106,29 @@ def test_a_module_keeps_its_version(fabric, path):
             fresh = Versioned()
             fabric.load(path, {"model": back(fresh)})
             assert fresh.seen == 2, "the module would convert the new format as if it were the old one"
+
+
+def test_a_set_up_module_in_another_one_loads_itself(fabric, path):
+    """As in torch's AveragedModel(model) of a model that was set up."""
+
+    class Own(nn.Linear):
+        steps = 0
+
+        def get_extra_state(self):
+            return {"steps": self.steps}
+
+        def set_extra_state(self, state):
+            self.steps = state["steps"]
+
+        def _load_from_state_dict(self, state, prefix, *args):
+            state[f"{prefix}bias"] = state[f"{prefix}bias"] + 1
+            super()._load_from_state_dict(state, prefix, *args)
+
+    own = Own(1, 1)
+    ema = torch.optim.swa_utils.AveragedModel(fabric.setup(own))
+    ema.module.module.steps = 3
+    before = ema.module.bias.item()
+    fabric.save(path, {"ema": ema})
+    ema.module.module.steps = 0
+    fabric.load(path, {"ema": ema})
+    assert (ema.module.module.steps, ema.module.bias.item()) == (3, before + 1)
