@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -251,3 +252,29 @@ def test_a_url(ranks):
     assert ranks.run(through_memory, world_size=1) == [
         ("memory://latest/run/step-00000002.pt", (2, 2, 2.0, []))
     ]
+
+
+def test_old_ones_are_removed_where_they_were_saved(tmp_path, monkeypatch):
+    """Also if the loop changes its working directory while a checkpoint is written."""
+    for run in "ab":
+        (tmp_path / run).mkdir()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    monkeypatch.chdir(tmp_path / "b")
+    for step in (1, 2):
+        fabric.save_latest("run", {"step": step}, step=step)
+    monkeypatch.chdir(tmp_path / "a")
+    fabric.save_latest("run", {"step": 1}, step=1)
+    write = type(fabric.strategy.checkpoint_io).save_checkpoint
+
+    def write_later(io, *args):
+        changed.wait()
+        write(io, *args)
+
+    changed = threading.Event()
+    monkeypatch.setattr(type(fabric.strategy.checkpoint_io), "save_checkpoint", write_later)
+    fabric.save_latest("run", {"step": 9}, step=9, keep=1, wait=False)
+    monkeypatch.chdir(tmp_path / "b")
+    changed.set()
+    fabric.load(tmp_path / "a/run/step-00000009.pt")
+    assert [entry.name for entry in (tmp_path / "a/run").iterdir()] == ["step-00000009.pt"]
+    assert len(list((tmp_path / "b/run").iterdir())) == 2

@@ -31,6 +31,7 @@ def save_latest(
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
+    directory = local_path(directory) or directory  # absolute: the loop may change its working directory
     name = f"step-{step:08d}"
     format, _ = choose_format(strategy, join_path(directory, name), None, None)
     name += ".pt" * (format == "full")
