@@ -20,9 +20,14 @@ from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from threading import Thread
 
     from fabric.checkpoint.optimizer_names import Known
     from fabric.core.types import Filter
+
+
+WRITING: dict[Thread, None] = {}
+"""Threads of `wait=False` saves, of all Fabric objects of this process; they were started."""
 
 
 class MissingKeysError(ConfigurationError, KeyError):
@@ -143,6 +148,13 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
         raise failure
 
 
+def finish_writing() -> None:
+    """Wait until the `wait=False` saves of this process, also those of other Fabric objects, are written."""
+    for thread in list(WRITING):
+        thread.join()
+        WRITING.pop(thread, None)
+
+
 def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
     if filter is not None and not isinstance(filter, dict):
         raise ArgumentTypeError(
@@ -164,7 +176,9 @@ def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
 def _state_of(strategy: Any, value: Any, known: Known) -> Any:
     inner = unwrap(value)
     if isinstance(inner, torch.nn.Module):
-        return strategy.get_module_state_dict(value)
+        saved = strategy.get_module_state_dict(value)
+        _warn_of_metrics(saved, inner, strategy.topology.world_size)
+        return saved
     if isinstance(inner, torch.optim.Optimizer):
         return with_names(strategy.get_optimizer_state(value), names_of(inner, known))
     if _is_stateful(value):
@@ -174,6 +188,17 @@ def _state_of(strategy: Any, value: Any, known: Known) -> Any:
     if isinstance(value, dict):
         return same_dict_type(value, {key: _state_of(strategy, child, known) for key, child in value.items()})
     return type(value)([_state_of(strategy, child, known) for child in value])
+
+
+def _warn_of_metrics(saved: dict[str, Any], module: torch.nn.Module, world: int) -> None:
+    """Warn if metrics of torchmetrics have updates of which `saved`, the module's state, lacks some."""
+    metrics = {path for path, part in module.named_modules() if getattr(part, "update_called", None) is True}
+    if metrics and (not saved or (world > 1 and any([key.rpartition(".")[0] in metrics for key in saved]))):
+        held = f"the updates of rank 0 of {world} only" if saved else "none of its updates"
+        rank_zero_warn(
+            f"The checkpoint has {held} for {name_of(module)}, so a resumed run would compute another value. "
+            "Save after its reset(), or keep sums that are equal on all ranks (all_reduce) in state instead."
+        )
 
 
 def _is_part(value: Any) -> bool:
@@ -256,6 +281,7 @@ class _Load:
                 _warn_of_part(result, entries, inner)
         elif isinstance(inner, torch.optim.Optimizer):
             if _is_optimizer_state(value, inner, name):
+                _check_settings(value, inner, name)
                 value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
             else:
                 value = from_portable(value, stored=True)
@@ -333,6 +359,25 @@ def _is_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str)
         'state has "state" and "param_groups". Write fabric.load(path, {"name": optimizer}) with '
         "the name that it was saved under. A safetensors file has no optimizer."
     )
+
+
+def _check_settings(saved: dict[str, Any], optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise UsageError if `saved` is of another class of torch's: it lacks settings that `optimizer` reads.
+
+    Files of an older torch lack switches only (bool or None), which torch adds.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    settings, kind = optimizer.defaults, type(optimizer).__name__
+    needed = [key for key in settings if settings[key] is not None and type(settings[key]) is not bool]
+    for group in saved["param_groups"]:
+        missing = [key for key in needed if key not in group]
+        held = [key for key in group if key not in settings and key != "params"]
+        if missing:
+            raise UsageError(
+                f"The checkpoint of {name} is of another optimizer than {kind}. It has {first_three(held)}, "
+                f"and no {first_three(missing)}. Load it into one of its class, or leave {name} out."
+            )
 
 
 def _entries(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -173,11 +173,15 @@ class Checkpoints(Exchange):
         return partial(storage.save_checkpoint, checkpoint, where, *options)
 
     def finish_save(self) -> None:
-        """Wait for an unfinished save with `wait=False`. All ranks must call this.
+        """Wait for unfinished saves with `wait=False`, also those of other Fabric objects. All ranks must
+        call this.
 
         Raises:
-            OSError: The save failed.
+            OSError: The save of this strategy failed.
         """
+        from fabric.checkpoint.state import finish_writing
+
+        finish_writing()
         if self.pending is not None:
             self.pending.wait()
 

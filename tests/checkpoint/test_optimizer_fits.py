@@ -334,3 +334,26 @@ def test_groups_in_another_order_say_so(path):
     fabric().save(path, {"net": net, "optimizer": grouped(net, "ab")})
     with pytest.raises(UsageError, match=r"has other groups.* is in group 0, and was in group 1"):
         fabric().load(path, {"net": net, "optimizer": grouped(net, "ba")})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_an_optimizer_of_another_class(path, strict, format):
+    net = layers("a")
+    fabric().save(path, {"net": net, "optimizer": trained(net)}, format=format)
+    other = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    text = r"of state\['optimizer'\] is of another optimizer than SGD. It has 'betas', .* no 'momentum'"
+    with pytest.raises(UsageError, match=text):
+        fabric().load(path, {"optimizer": other}, strict=strict)
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_a_file_of_an_older_torch_lacks_switches(path):
+    net = layers("a")
+    saved = trained(net).state_dict()
+    for key in ("decoupled_weight_decay", "foreach", "fused", "maximize"):
+        del saved["param_groups"][0][key]
+    torch.save({"optimizer": saved}, path)
+    optimizer = fresh(net, reverse=False)
+    fabric().load(path, {"optimizer": optimizer})
+    assert len(moments(optimizer, net)) == 2

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabric import Fabric
@@ -342,3 +343,34 @@ def test_every_place_to_end_at_in_new_processes(ranks, tmp_path, kind, workers):
             first = ranks.run(train, *arguments, path, None, stop, world_size=2)
             rest = others.run(train, *arguments, path, stop, None, world_size=2)
             assert [one + other for one, other in zip(first, rest, strict=True)] == whole, stop
+
+
+def saved_metric(path, persistent):
+    fabric = launched()
+    metric = torchmetrics.MeanMetric(sync_on_compute=False)
+    metric.persistent(persistent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fabric.save(path, {"metric": metric})  # no updates
+        metric.update(fabric.global_rank)
+        metric.reset()
+        fabric.save(path, {"metric": metric})
+    metric.update(fabric.global_rank)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fabric.save(path, {"metric": metric})
+    return [str(one.message).partition(" for ")[0] for one in said]
+
+
+@pytest.mark.parametrize(
+    ("persistent", "world", "text"),
+    [
+        (False, 1, ["The checkpoint has none of its updates"]),
+        (False, 2, ["The checkpoint has none of its updates"]),
+        (True, 1, []),
+        (True, 2, ["The checkpoint has the updates of rank 0 of 2 only"]),
+    ],
+)
+def test_updates_of_a_metric_that_a_file_does_not_have(ranks, tmp_path, persistent, world, text):
+    found = ranks.run(saved_metric, str(tmp_path / "a"), persistent, world_size=world)
+    assert found == [text, *[[]] * (world - 1)]

@@ -335,3 +335,18 @@ def full_over_sharded(path):
 def test_either_format_replaces_the_other(ranks, tmp_path):
     ranks.run(full_over_sharded, str(tmp_path / "a"), world_size=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def loaded_by_another_fabric(path):
+    storage = Slow()
+    fabric, *_ = launched(plugins=storage)
+    fabric.save(path, {"n": 1}, wait=False)
+    threading.Timer(0.5, storage.let.set).start()
+    other, *_ = launched()  # as a function `evaluate` of a script may do
+    return other.load(path)["n"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_fabric_of_the_process_waits_for_the_file(ranks, tmp_path, world):
+    torch.save({"n": 0}, tmp_path / "a")
+    assert ranks.run(loaded_by_another_fabric, str(tmp_path / "a"), world_size=world) == [1] * world

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401 - see _join_all
+import concurrent.futures.thread  # noqa: F401 - see below
 import os
 import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from fabric.checkpoint.state import together
+from fabric.checkpoint.state import WRITING, finish_writing, together
 from fabric.launch.signals import flush_output
 
 if TYPE_CHECKING:
@@ -19,20 +19,12 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 
-_WRITING: set[threading.Thread] = set()
-
-
-def _join_all() -> None:
-    for thread in [*_WRITING]:
-        thread.join()
-
-
 # At exit Python first shuts down executors, which drivers of object stores use, and then joins threads. A
 # function that is registered after the executors (by their import, above) runs before them.
 with suppress(
     AttributeError, RuntimeError
 ):  # another Python has no such function; or the interpreter is shutting down
-    threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+    threading._register_atexit(finish_writing)  # type: ignore[attr-defined]
 
 
 class PendingSave:
@@ -54,8 +46,8 @@ class PendingSave:
         if write is not None:
             atexit.register(self._at_exit)
             self._thread = threading.Thread(target=self._run, name="fabric-save")
-            _WRITING.add(self._thread)
             self._thread.start()
+            WRITING[self._thread] = None
 
     def done(self) -> bool:
         """Whether this rank has finished writing. No communication."""
@@ -81,11 +73,11 @@ class PendingSave:
         except Exception as error:
             self._error = error
         self._write = None  # free the copy
-        _WRITING.discard(threading.current_thread())
 
     def _end(self) -> None:
         if self._thread is not None:
             self._thread.join()
+            WRITING.pop(self._thread, None)
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
