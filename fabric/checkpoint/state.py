@@ -15,7 +15,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError,
 from fabric.core.tree import flatten
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.state_keys import clean_key, same_dict_type, warn_if_unloaded
+from fabric.utilities.state_keys import LOSS_SCALE, clean_key, same_dict_type, warn_if_unloaded
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -180,7 +180,9 @@ def _state_of(strategy: Any, value: Any, known: Known) -> Any:
         _warn_of_metrics(saved, inner, strategy.topology.world_size)
         return saved
     if isinstance(inner, torch.optim.Optimizer):
-        return with_names(strategy.get_optimizer_state(value), names_of(inner, known))
+        saved = with_names(strategy.get_optimizer_state(value), names_of(inner, known))
+        scale = strategy.precision.state_dict() if "param_groups" in saved else {}
+        return {**saved, LOSS_SCALE: scale} if scale else saved
     if _is_stateful(value):
         return value.state_dict()
     if not _holds_stateful(value):
@@ -280,12 +282,18 @@ class _Load:
             if not warn_if_unloaded(result, entries):
                 _warn_of_part(result, entries, inner)
         elif isinstance(inner, torch.optim.Optimizer):
+            scale = None
             if _is_optimizer_state(value, inner, name):
                 _check_settings(value, inner, name)
+                scale = value.get(LOSS_SCALE)
+                value = {key: entry for key, entry in value.items() if key != LOSS_SCALE}
                 value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
             else:
                 value = from_portable(value, stored=True)
             self.strategy.load_optimizer_state(target, value)
+            precision = self.strategy.precision
+            if scale is not None and scale.keys() == precision.state_dict().keys():  # else another precision
+                precision.load_state_dict(from_portable(scale))
         elif _is_stateful(target):
             target.load_state_dict(from_portable(value))
         else:

@@ -17,6 +17,8 @@ PLAIN_DICTS = (dict, OrderedDict, Counter)
 """Classes of dictionaries that `torch.load(weights_only=True)` restores."""
 OUTER = "outer"
 """Key in an optimizer's state dict: the outer optimizer's state (`LocalSGDStrategy`) of its parameters."""
+LOSS_SCALE = "loss_scale"
+"""Key in the saved state of an optimizer: the state of its scaler, under "16-mixed"."""
 _PREFIXES = ("module.", "_forward_module.", "model.")
 _COMPILED = "_orig_mod."
 

@@ -374,3 +374,39 @@ def saved_metric(path, persistent):
 def test_updates_of_a_metric_that_a_file_does_not_have(ranks, tmp_path, persistent, world, text):
     found = ranks.run(saved_metric, str(tmp_path / "a"), persistent, world_size=world)
     assert found == [text, *[[]] * (world - 1)]
+
+
+def overflows(strategy, path, start, stop, precision="16-mixed"):
+    """Losses of steps that overflow at scales above 256, and the scale."""
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    state = {"model": model, "optimizer": optimizer}
+    if start:
+        fabric.load(path, state)
+    losses = []
+    for _ in range(start, stop):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean() * 200
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    fabric.save(path, state)
+    return losses, fabric.strategy.precision.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("ddp", "ddp"), ("ddp", "fsdp"), ("fsdp", "zero1"), ("zero2", "ddp")]
+)
+def test_the_loss_scale_continues(ranks, tmp_path, first, then):
+    path = str(tmp_path / "a")
+    whole, scale = ranks.run(overflows, first, path, 0, 12, world_size=2)[0]
+    before, _ = ranks.run(overflows, first, path, 0, 5, world_size=2)[0]
+    after, resumed = ranks.run(overflows, then, path, 5, 12, world_size=2)[0]
+    assert before + after == pytest.approx(whole)
+    assert whole[-1] < whole[0], "no step was made"
+    assert resumed == scale
+    other, nothing = ranks.run(overflows, then, path, 12, 13, "bf16-mixed", world_size=2)[0]
+    assert (len(other), nothing) == (1, {})

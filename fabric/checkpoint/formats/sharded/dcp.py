@@ -42,7 +42,7 @@ from fabric.checkpoint.torch_io import TorchCheckpointIO, saving
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.tree import flatten, map_tree
 from fabric.precision.dtypes import as_bytes
-from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
+from fabric.utilities.state_keys import LOSS_SCALE, PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -422,7 +422,7 @@ def _with_lists(node: Any) -> Any:
     if all([type(key) is int for key in made]):
         return [made[key] for key in sorted(made)]
     # In the state of an optimizer, parameters have numbers.
-    if "param_groups" in made and made.keys() <= {"state", "param_groups", "param_names"}:
+    if "param_groups" in made and made.keys() <= {"state", "param_groups", "param_names", LOSS_SCALE}:
         state = made.get("state", {})
         made["state"] = {int(key) if key.isdigit() else key: value for key, value in state.items()}
     return made
