@@ -292,7 +292,7 @@ class _Load:
                 value = from_portable(value, stored=True)
             self.strategy.load_optimizer_state(target, value)
             precision = self.strategy.precision
-            if scale is not None and scale.keys() == precision.state_dict().keys():  # else another precision
+            if isinstance(scale, dict) and scale.keys() == precision.state_dict().keys():  # of this precision
                 precision.load_state_dict(from_portable(scale))
         elif _is_stateful(target):
             target.load_state_dict(from_portable(value))
