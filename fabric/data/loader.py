@@ -42,6 +42,11 @@ class _Iteration:
         """The values that `epoch_begun` of these parts returned."""
         self.position: Any = None
 
+    def is_even(self, ranks: int) -> bool:
+        """Whether all ranks surely got equal numbers of samples in the last batch."""
+        size = self.batch_size * ranks  # a position of a batch that is not complete is no multiple
+        return bool(size) and isinstance(self.position, int) and not self.position % size
+
 
 def _batch_size(loader: Any) -> int:
     """Return the rows of a batch; 0: unknown, as of a batch sampler with batches of several sizes."""

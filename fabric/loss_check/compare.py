@@ -74,6 +74,8 @@ class _Compared(NamedTuple):
     """Rows of each model."""
     nonlinear: tuple[str, ...]
     """What makes each loss no mean over rows."""
+    samples_even: bool
+    """`FirstSteps.samples_even`."""
     is_sum: bool
     """Whether the first loss is a sum over rows."""
 
@@ -86,31 +88,40 @@ def _facts_of(first: FirstSteps) -> _Compared:
         sizes=tuple([tuple(calls.sizes) for calls in first.calls]),
         rows=tuple([calls.rows or 0 for calls in first.calls]),
         nonlinear=tuple(first.nonlinear),
+        samples_even=first.samples_even,
         is_sum=bool(losses) and model is not None and model.dims > 1 and _is_sum(losses[0], model.sizes[0]),
     )
 
 
 def _compare_rows(by_rank: Sequence[_Compared]) -> None:
     """Warn if rows, or weights of items, differ between ranks."""
+    num_losses = min([len(of_rank.terms) for of_rank in by_rank])
+    losses = [_weights_of(by_rank, index) for index in range(num_losses)]
     unequal = [rows for rows in zip(*[of_rank.rows for of_rank in by_rank], strict=True) if all(rows)]
     unequal = [rows for rows in unequal if len({*rows}) > 1]
+    if losses and all(losses) and not any(map(_differ, losses)):
+        unequal = []  # an item has one weight on all ranks, so these are no samples: nodes, steps of time
     for rows in unequal:
         warn_of_unequal([*rows])
     if unequal:
         return
+    even = all([of_rank.samples_even for of_rank in by_rank])
     sizes = [next((calls[0] for calls in of_rank.sizes if any(calls)), 0) for of_rank in by_rank]
     complete = all([len(calls) < MAX_CALLS for of_rank in by_rank for calls in of_rank.sizes])
-    equal_sizes = complete and len({of_rank.sizes for of_rank in by_rank}) == 1
-    for index in range(min([len(of_rank.weights) for of_rank in by_rank])):
-        weights = [of_rank.weights[index] for of_rank in by_rank]
-        # Ranks with different numbers of terms compute different losses.
-        comparable = all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1
+    equal_sizes = even or (complete and len({of_rank.sizes for of_rank in by_rank}) == 1)
+    for index, weights in enumerate(losses):
         # `uneven="exact"` accepts a mean over unequal numbers of rows: weights times rows are equal. For
         # later losses the number of rows is unknown.
-        of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=True)]
-        if comparable and (equal_sizes or not index) and _differ(weights) and _differ(of_rows):
+        of_rows = [weight * size or weight for weight, size in zip(weights, sizes, strict=False)]
+        if _differ(weights) and (equal_sizes or not index) and (even or _differ(of_rows)):
             warn_of_weights(weights)
             return
+
+
+def _weights_of(by_rank: Sequence[_Compared], index: int) -> list[float]:
+    """Return the weights of an item in one loss of each rank; none if ranks compute different losses."""
+    weights = [of_rank.weights[index] for of_rank in by_rank]
+    return weights if all(weights) and len({of_rank.terms[index] for of_rank in by_rank}) == 1 else []
 
 
 def _is_sum(terms: list[Term], rows: int) -> bool:

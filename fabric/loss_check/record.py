@@ -40,7 +40,9 @@ _MAX_MEANS = 64
 class FirstSteps:
     """The record of this rank, until ranks compare it. A backward listener."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
+        self.replicas = replicas
+        """Number of ranks that share a batch."""
         self.active = True
         """Whether calls, losses and gradients are recorded now."""
         self.awaits_loss = True
@@ -61,6 +63,9 @@ class FirstSteps:
         """Rows of a batch of a loader that was set up, as the inputs of the models have them; 0: unknown."""
         self.row_outputs: set[int] = set()
         """The nodes of outputs with these rows."""
+        self.samples_even = True
+        """Whether loaders gave all ranks equal numbers of samples in each call. Sizes that differ then are
+        no samples: nodes of graphs, steps of time."""
         self.nonlinear: list[str] = []
         """Of each recorded loss what makes it no mean over rows; "": nothing known."""
         self.means: list[tuple[str, str, Tensor, Tensor]] = []
@@ -158,6 +163,8 @@ class FirstCalls:
         steps.awaits_loss = True
         if len(self.sizes) == MAX_CALLS:
             return
+        even = [each.is_even(steps.replicas) for each in sharded_iterations]
+        steps.samples_even &= bool(even) and all(even)
         leaves = flatten((args, kwargs))[0]
         shape = next((shape for leaf in leaves if (shape := getattr(leaf, "shape", ()))), ())
         self.sizes.append(shape[0] if shape else 0)
