@@ -120,7 +120,9 @@ class FSDP2Runtime(DTensorLayout):
             if type(error) is RuntimeError and re.search(r"and DTensor|Sharding propagation", str(error)):
                 raise UsageError(
                     "The loss has a term of sharded parameters (a penalty on weights), which is a DTensor. "
-                    "Write p.pow(2).sum().full_tensor() for it, on all ranks."
+                    "Write p.pow(2).sum().full_tensor() for it, on all ranks. If it multiplies losses (a "
+                    "learned weight of a task), return it from the forward: the gradient of full_tensor() is "
+                    "that of this rank's loss, and is not averaged."
                 ) from error
             raise
         finally:
