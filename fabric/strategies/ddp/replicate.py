@@ -345,7 +345,7 @@ class Replicate(Layout):
             if replica.training and state.received_grad and state.buffers is not None:
                 broadcast_buffers([state.buffers], self.channel)
         modules = [replica.module for replica in syncing if self._replicas[replica].received_grad]
-        if modules:
+        if modules and self._frozen_models:
             broadcast_frozen(self._frozen_models.values(), self.channel)
         if self.after_sync is not None and modules and self.traits.lockstep:  # none: on this rank alone
             self.after_sync(modules)
