@@ -31,6 +31,8 @@ _numbers = itertools.count()
 _backward_patched = _clips_patched = False
 _clip_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+optimizer_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The strategy of the `Fabric` that has set up an optimizer. A strategy may outlive its `Fabric`."""
 _in_trial = False
 _step_hook: Any = None
 """The handle of torch's hook that calls `_step_listeners`; None: there are no listeners."""

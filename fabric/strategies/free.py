@@ -12,7 +12,12 @@ from torch.nn import Module
 
 from fabric.collectives.frames import call_of
 from fabric.core._torch import tensor_of
-from fabric.core.backward_listeners import add_backward_listener, add_step_listener, parameters_of
+from fabric.core.backward_listeners import (
+    add_backward_listener,
+    add_step_listener,
+    optimizer_owners,
+    parameters_of,
+)
 from fabric.core.errors import UsageError
 from fabric.strategies.error_translation import REPLACED
 from fabric.strategies.tensor_sync import (
@@ -106,9 +111,6 @@ class FreeParameters:
         """Do nothing: gradients are averaged at the end of the outermost pass."""
 
 
-_step_checks: weakref.WeakSet[StepCheck] = weakref.WeakSet()
-
-
 class StepCheck:
     """Checks each optimizer of this process before its first step, and compares gradients that the layout
     does not average.
@@ -129,9 +131,6 @@ class StepCheck:
         """The ids of an optimizer's parameters at its last step; those that the layout does not average."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps with gradients that ranks may compare."""
-        self._number: int = max([check._number for check in _step_checks], default=0) + 1
-        """In the order of creation: two `Fabric` objects, or one that is not collected yet."""
-        _step_checks.add(self)
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -167,13 +166,10 @@ class StepCheck:
         they are all parameters of a model.
         """
         reduced = self._strategy.layout.reduced_parameters() if self._is_ours else None
-        if reduced is None:
-            return []
+        owner = optimizer_owners.get(optimizer)
+        if reduced is None or (owner is not None and owner() is not self._strategy):
+            return []  # or another `Fabric` of this process has set it up
         alive = [p for p in parameters_of(optimizer) if p.requires_grad]
-        for later in [check._strategy for check in _step_checks if check._number > self._number]:
-            elsewhere = later.layout.reduced_parameters() or set()
-            if any([id(p) in elsewhere for p in alive]):
-                return []
         unaveraged = {id(p): p for p in alive if id(p) not in reduced}
         for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:
             stepping(optimizer)
