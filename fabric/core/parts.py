@@ -86,8 +86,8 @@ class Part:
         `limits`: {"clip_val": ..., "max_norm": ..., "norm_type": ...}, the arguments of the call.
         """
 
-    def normalizing(self) -> None:
-        """Record that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
+    def normalizing(self, parameters: list[Any]) -> None:
+        """Run before `normalize_gradients` divides the gradients of `parameters` by a number of items."""
 
     def reducing(self, tensors: list[Tensor], label: str, is_mean: bool, channel: Any) -> None:
         """Run before the reduction over ranks is written into tensors that a graph computed.

@@ -49,8 +49,8 @@ class LossCheck(Part):
         """Number of these backwards that were the first one of a module."""
         self._backwards = 0
         """Number of backwards that synchronised models, until they are compared."""
-        self._ignores_rows = False
-        """Whether unequal rows need no warning: the loop divides by their number, or there was one."""
+        self._ignores_last = False
+        """Whether an uneven last batch needs no warning: the loop divides by items, or there was one."""
 
     def join(self, strategy: Any) -> None:
         """Count backwards with the replica check."""
@@ -72,9 +72,11 @@ class LossCheck(Part):
             self._first = self._first or FirstSteps(kwargs["num_replicas"])
             self._first.add_model(model)
 
-    def normalizing(self) -> None:
-        """Skip the comparison of row counts: the loop divides by the global count."""
-        self._ignores_rows = True
+    def normalizing(self, parameters: list[Any]) -> None:
+        """Ignore rows and items of models with these parameters: the loop divides by the global count."""
+        self._ignores_last = True
+        if self._first is not None:
+            self._first.normalize({*map(id, parameters)})
 
     def reducing(self, tensors: list[Tensor], label: str, is_mean: bool, channel: Channel) -> None:
         """Watch the gradients of tensors that are reduced in place."""
@@ -97,7 +99,7 @@ class LossCheck(Part):
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             first, self._first = self._first, None
             self._replica_check.backward_listeners.remove(self._compare)
-            compare_first_steps(first, self._strategy, self._ignores_rows)
+            compare_first_steps(first, self._strategy)
 
     def epoch_begun(self) -> int:
         """Return the number of synchronised backwards until now."""
@@ -109,8 +111,8 @@ class LossCheck(Part):
         one may have none.
         """
         trained = self._replica_check.backwards > backwards_at_begin
-        if uneven_rows and trained and self._compares and not self._ignores_rows:
-            self._ignores_rows = True
+        if uneven_rows and trained and self._compares and not self._ignores_last:
+            self._ignores_last = True
             warn_of_last_batch(uneven_rows, self._strategy)
 
     @contextmanager

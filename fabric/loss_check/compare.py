@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fabric.loss_check.terms import Term
 
 
-def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> None:
+def compare_first_steps(first: FirstSteps, strategy: Any) -> None:
     """Compare the first steps of all ranks, and warn if averaged gradients differ from those of one process.
     All ranks must call this, after the same number of synchronised backwards.
 
@@ -35,7 +35,6 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
     Args:
         first: The records of this rank.
         strategy: The strategy of the models.
-        ignore_rows: Whether the loop called `normalize_gradients`, so that rows and items may differ.
     """
     digests = [[int(digest) for digest in calls.digests] for calls in first.calls]
     means = [(label, line, float(total), float(size)) for label, line, total, size in first.means]
@@ -44,12 +43,11 @@ def compare_first_steps(first: FirstSteps, strategy: Any, ignore_rows: bool) -> 
     gathered = strategy.all_gather_object(local, label="loss check")
     facts, digests_by_rank, means_by_rank, values_by_rank = zip(*gathered, strict=True)
     compare_mean_gradients(means_by_rank)
-    if not ignore_rows:
-        _compare_rows(facts)
+    _compare_rows(facts)
     replicas = (strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
     if len(gathered) != replicas or replicas == 1:
         return  # ranks of one pipeline, for example, need the same batches
-    if not ignore_rows and all([of_rank.is_sum for of_rank in facts]):
+    if all([of_rank.is_sum for of_rank in facts]):
         warn_of_sum(replicas)
     kinds = [next(filter(None, of_rank.nonlinear), "") for of_rank in facts]
     if all(kinds) and not all([of_rank == values_by_rank[0] for of_rank in values_by_rank]):
@@ -67,11 +65,11 @@ class _Compared(NamedTuple):
     terms: tuple[int, ...]
     """Number of terms of each loss."""
     weights: tuple[float, ...]
-    """The weight of an item in each; 0: unknown."""
+    """The weight of an item in each; 0: unknown, or `normalize_gradients` divides by the number of items."""
     sizes: tuple[tuple[int, ...], ...]
-    """`FirstCalls.sizes` of each model."""
+    """`FirstCalls.sizes` of each model; none if its gradients are divided by the number of items."""
     rows: tuple[int, ...]
-    """Rows of each model."""
+    """Rows of each model; 0: unknown, or as `sizes`."""
     nonlinear: tuple[str, ...]
     """What makes each loss no mean over rows."""
     samples_even: bool
@@ -82,14 +80,18 @@ class _Compared(NamedTuple):
 
 def _facts_of(first: FirstSteps) -> _Compared:
     losses, model = first.losses, next((calls for calls in first.calls if any(calls.sizes)), None)
+    # Without a known call (`torch.compile` hides it) a loss may be of any model.
+    divided = [any([calls.is_normalized for calls in called or first.calls]) for called in first.called]
+    weights = [sum([term.weight() for term in terms]) for terms in losses]
+    is_sum = model is not None and model.dims > 1 and bool(losses) and _is_sum(losses[0], model.sizes[0])
     return _Compared(
         terms=tuple(map(len, losses)),
-        weights=tuple([sum([term.weight() for term in terms]) for terms in losses]),
-        sizes=tuple([tuple(calls.sizes) for calls in first.calls]),
-        rows=tuple([calls.rows or 0 for calls in first.calls]),
+        weights=tuple([0.0 if skip else weight for weight, skip in zip(weights, divided, strict=True)]),
+        sizes=tuple([() if calls.is_normalized else tuple(calls.sizes) for calls in first.calls]),
+        rows=tuple([0 if calls.is_normalized else calls.rows or 0 for calls in first.calls]),
         nonlinear=tuple(first.nonlinear),
         samples_even=first.samples_even,
-        is_sum=bool(losses) and model is not None and model.dims > 1 and _is_sum(losses[0], model.sizes[0]),
+        is_sum=is_sum and not divided[0],
     )
 
 

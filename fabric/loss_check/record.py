@@ -53,6 +53,10 @@ class FirstSteps:
         """The first calls of each model, in the order of setup."""
         self.losses: list[list[Term]] = []
         """The terms of the first losses; none if one is unknown."""
+        self.called: list[list[FirstCalls]] = []
+        """The models that were called before each loss, since the one before it."""
+        self.since: list[FirstCalls] = []
+        """The models that were called since the last loss."""
         self.values: list[Any] = []
         """The first losses; None: no scalar."""
         self.outputs: set[int] = set()
@@ -76,6 +80,13 @@ class FirstSteps:
         """Record the first calls of a model, as `fabric.setup` returns it."""
         self.calls.append(FirstCalls(wrapped, self))
 
+    def normalize(self, parameters: set[int]) -> None:
+        """Mark models with one of these parameters, by id: the loop divides by the number of their items."""
+        for calls in self.calls:
+            model = calls.model()
+            if model is not None and any([id(p) in parameters for p in model.parameters()]):
+                calls.is_normalized = True
+
     def finish(self) -> None:
         """Stop recording, and restore the forwards of all models."""
         self.active = False
@@ -91,6 +102,8 @@ class FirstSteps:
         if recording and (self.hides_outputs or not self.outputs or reaches_any(roots, self._of_models())):
             self.awaits_loss = not any([calls.sizes for calls in self.calls])
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
+            self.called.append(self.since)
+            self.since = []
             self.values.append(roots[0].detach() if is_loss else None)
             self.nonlinear.append(self._nonlinear_part(roots[0].grad_fn) if is_loss else "")
         run(tensors, *args, **kwargs)
@@ -148,6 +161,8 @@ class FirstCalls:
         """Rows of the first tensor in each call, also if Fabric shards the data."""
         self.dims = 0
         """Dimensions of the first tensor."""
+        self.is_normalized = False
+        """Whether `normalize_gradients` divides the model's gradients by the number of items."""
 
     def model(self) -> Any:
         """Return the model, or None if it was deleted."""
@@ -159,8 +174,11 @@ class FirstCalls:
         if steps is None or not steps.active:
             return
         if not any([calls.sizes for calls in steps.calls]):
-            steps.losses, steps.values, steps.nonlinear = [], [], []  # of backwards before the first call
+            # of backwards before the first call
+            steps.losses, steps.values, steps.nonlinear, steps.called = [], [], [], []
         steps.awaits_loss = True
+        if self not in steps.since:
+            steps.since.append(self)
         if len(self.sizes) == MAX_CALLS:
             return
         even = [each.is_even(steps.replicas) for each in sharded_iterations]

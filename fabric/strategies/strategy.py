@@ -409,11 +409,11 @@ class Strategy(Checkpoints):
         """
         from fabric.strategies.items import total_items
 
-        for normalizing in self.hooks["normalizing"]:
-            normalizing()
         parameters = list(
             module.parameters() if optimizer is None else self._precision.main_params(optimizer)
         )
+        for normalizing in self.hooks["normalizing"]:
+            normalizing(parameters)
         try:
             self.layout.check_synced(parameters, "fabric.normalize_gradients")
         except CollectiveMismatch:  # raised on all ranks already

@@ -178,3 +178,42 @@ def returns_nested():
 
 def test_a_model_may_return_a_nested_tensor(ranks):
     ranks.run(returns_nested, world_size=2)
+
+
+def warned_beside_normalized(weighted, first, compiled):
+    """The warnings of a loop that normalises the gradients of one of two models; `first`: it is trained
+    first.
+    """
+    fabric = launched("ddp")
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    made = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
+    generator = torch.Generator().manual_seed(fabric.global_rank)
+    forward = torch.compile(made[0][0], backend="eager") if compiled else made[0][0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for number in (0, 1) if first else (1, 0):
+                model, optimizer = made[number]
+                optimizer.zero_grad()
+                if number == 0:
+                    x = torch.randn(3 + 2 * fabric.global_rank, 4, generator=generator)
+                    fabric.backward(forward(x).square().mean(1).sum())
+                    fabric.normalize_gradients(model, len(x))
+                else:
+                    y = torch.tensor([0, 1, 1, 2] if fabric.global_rank else [0, 0, 0, 1])
+                    out = model(torch.randn(4, 4, generator=generator))
+                    weight = torch.tensor([1.0, 2.0, 3.0]) if weighted else None
+                    fabric.backward(nn.functional.cross_entropy(out, y, weight=weight))
+                optimizer.step()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_beside_a_normalized_one_is_compared(ranks, weighted, first, compiled):
+    """`normalize_gradients` of one model ended the comparison of all; rows of its own may be unequal."""
+    one, other = ranks.run(warned_beside_normalized, weighted, first, compiled, world_size=2)
+    assert [text.partition(" by")[0] for text in one] == ["The loss of a backward divides"] * weighted
+    assert other == []
