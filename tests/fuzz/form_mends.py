@@ -90,7 +90,7 @@ terms._MAX_DEPTH = 10**6
         """
 from form_mends import rewrite
 import fabric.loss_check.compare as compare
-rewrite(compare, "_compare_rows", "and len({of_rank.terms[index] for of_rank in by_rank}) == 1")
+rewrite(compare, "_weights_of", "and len({of_rank.terms[index] for of_rank in by_rank}) == 1")
 """,
         ("ddp", "zero1", "fsdp"),
         kind="terms",
