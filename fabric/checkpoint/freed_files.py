@@ -85,7 +85,8 @@ def _close(descriptors: list[int]) -> None:
 def _close_inherited() -> None:
     _threads.clear()
     for descriptor in _descriptors:
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)
     _descriptors.clear()
 
 

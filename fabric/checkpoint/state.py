@@ -381,7 +381,7 @@ def _check_settings(saved: dict[str, Any], optimizer: torch.optim.Optimizer, nam
     for group in saved["param_groups"]:
         missing = [key for key in needed if key not in group]
         held = [key for key in group if key not in settings and key != "params"]
-        if missing:
+        if missing and held:
             raise UsageError(
                 f"The checkpoint of {name} is of another optimizer than {kind}. It has {first_three(held)}, "
                 f"and no {first_three(missing)}. Load it into one of its class, or leave {name} out."

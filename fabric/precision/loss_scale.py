@@ -212,10 +212,18 @@ class LossScale:
             self.scaler = scaler
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the scaler for a resumed run; it has the last steps if no step is pending."""
-        if not any(self._unscaled.values()):
-            self.update()
-        return self.scaler.state_dict()
+        """Return the state of the scaler for a resumed run; it has the last steps if no step is pending.
+
+        The scaler is not changed: another optimizer may step with gradients of the same backward.
+        """
+        before, steps = self.scaler.state_dict(), dict(optimizer_states(self.scaler))
+        if any(self._unscaled.values()) or not self._unscaled_ids:
+            return before
+        self.scaler.update()
+        after = self.scaler.state_dict()
+        self.scaler.load_state_dict(before)
+        optimizer_states(self.scaler).update(steps)
+        return after
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of another run's scaler."""

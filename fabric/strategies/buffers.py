@@ -9,7 +9,7 @@ import weakref
 from fnmatch import filter as matching
 from typing import TYPE_CHECKING, Any
 
-from fabric.collectives.frames import PACK_LIMIT, call_of, describe_tensor
+from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.strategies.tensor_sync import broadcast_from_group_root, differing
@@ -18,7 +18,7 @@ from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -99,15 +99,12 @@ class SyncedBuffers:
     """
 
     def __init__(self, model: Module) -> None:
-        self._model, self.name = weakref.ref(model), type(model).__name__.removeprefix("FSDP")
+        self._model, self._name = weakref.ref(model), type(model).__name__.removeprefix("FSDP")
         shared = {n: b for n, b in shared_buffers(model).items() if not hasattr(b, "device_mesh")}
         self.synced = {name: buffer.data for name, buffer in shared.items()}
         self._versions = {name: _version(buffer) for name, buffer in shared.items()}
         self._batch_norms = {path for path, module, *_ in _slots(model) if isinstance(module, BatchNorm)}
         self._changed: set[str] = set()
-        self.is_frozen = not any([p.requires_grad for p in model.parameters()])
-        """Whether the model had no trainable parameters: no backward may reach it."""
-        self._seen = self._versions
         self.checks_left = 2 if self.synced.keys() - self._batch_norms else 0
         """Number of further broadcasts before which differences between ranks are detected."""
 
@@ -121,15 +118,6 @@ class SyncedBuffers:
                     self._changed.add(name)
                 self.synced[name] = buffer.data
         return list(self.synced.values())
-
-    def take_changes(self) -> bool:
-        """Whether a model in training has changed buffers since the last call of this."""
-        model = self._model()
-        if model is None or not model.training or not self.synced:
-            return False
-        seen = {n: _version(b) for n, b in shared_buffers(model).items() if n in self.synced}
-        changed, self._seen = seen != self._seen, seen
-        return changed
 
     def warn_if_different(self, channel: Channel) -> None:
         """Warn of buffers that differ between ranks before a broadcast. All ranks must call this."""
@@ -145,7 +133,7 @@ class SyncedBuffers:
         found |= {name for name in self._changed if name.rpartition(".")[0] in modules}
         names = tuple(sorted(found - self._batch_norms))
         rank_zero_warn(
-            f"forward changed buffers of {self.name} by each rank's part of the batch: {', '.join(names)}. "
+            f"forward changed buffers of {self._name} by each rank's part of the batch: {', '.join(names)}. "
             "All ranks got rank zero's values; one process has those of the whole batch. Reduce the update "
             "over ranks in forward (mean = fabric.all_reduce(x.mean(0))), or exclude the buffers from the "
             f"broadcast: fabric.setup(model, rank_local={names}).",
@@ -160,17 +148,6 @@ def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> N
             model.warn_if_different(channel)
     if channel is not None:
         broadcast_from_group_root([tensor for model in models for tensor in model.tensors()], channel)
-
-
-def broadcast_frozen(models: Iterable[SyncedBuffers], channel: Channel | None) -> None:
-    """Broadcast the buffers of models without trainable parameters whose forwards in training changed them: a
-    teacher, the center of a loss. All ranks must call this; a model may be deleted on some.
-    """
-    changed = [model for model in models if model.is_frozen and model.take_changes()]
-    if changed and channel is not None:
-        names = ", ".join([model.name for model in changed])
-        channel.check_call(call_of("backward", f"buffers of {names}, which a forward changed"))
-        broadcast_buffers(changed, channel)
 
 
 def _slots(model: Module) -> Iterator[tuple[str, Module, str, Tensor]]:

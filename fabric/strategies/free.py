@@ -15,7 +15,8 @@ from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import (
     add_backward_listener,
     add_step_listener,
-    optimizer_owners,
+    is_of_later_strategy,
+    own_optimizers,
     parameters_of,
 )
 from fabric.core.errors import UsageError
@@ -131,6 +132,7 @@ class StepCheck:
         """The ids of an optimizer's parameters at its last step; those that the layout does not average."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps with gradients that ranks may compare."""
+        own_optimizers((), strategy)
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -166,9 +168,8 @@ class StepCheck:
         they are all parameters of a model.
         """
         reduced = self._strategy.layout.reduced_parameters() if self._is_ours else None
-        owner = optimizer_owners.get(optimizer)
-        if reduced is None or (owner is not None and owner() is not self._strategy):
-            return []  # or another `Fabric` of this process has set it up
+        if reduced is None or is_of_later_strategy(optimizer, self._strategy):
+            return []
         alive = [p for p in parameters_of(optimizer) if p.requires_grad]
         unaveraged = {id(p): p for p in alive if id(p) not in reduced}
         for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:

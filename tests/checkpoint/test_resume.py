@@ -410,3 +410,27 @@ def test_the_loss_scale_continues(ranks, tmp_path, first, then):
     assert resumed == scale
     other, nothing = ranks.run(overflows, then, path, 12, 13, "bf16-mixed", world_size=2)[0]
     assert (len(other), nothing) == (1, {})
+
+
+def scale_after_two_optimizers(path, saves):
+    """The scaler after steps of two optimizers by one backward each, which overflow at first."""
+    fabric = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    one, two = [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in net]
+    model, one, two = fabric.setup(net, one, two)
+    for _ in range(6):
+        one.zero_grad()
+        two.zero_grad()
+        fabric.backward(model(torch.ones(2, 4)).square().mean() * 5000)
+        one.step()
+        if saves:
+            fabric.save(path, {"one": one, "two": two})
+        two.step()
+    return fabric.strategy.precision.state_dict()
+
+
+def test_a_save_between_two_steps_does_not_change_the_loss_scale(tmp_path):
+    expected = scale_after_two_optimizers(tmp_path / "c", False)
+    assert expected["scale"] < 65536.0
+    assert scale_after_two_optimizers(tmp_path / "c", True) == expected

@@ -618,7 +618,9 @@ def _one_split_model() -> None:
     whole.grad = torch.ones_like(whole, dtype=getattr(whole, "grad_dtype", None))
     root = strategies.fsdp_state(model)
     reduced: list[int] = []
-    sharding.reduce_in_place(model, lambda reduce, parts, number: reduced.append(len(parts)) or reduce())
+    sharding.reduce_in_place(
+        model, lambda reduce, group, number: reduced.append(len(group.fsdp_params)) or reduce()
+    )
     sharding.finish_backward(root)
     assert sorted(reduced) == sorted(
         len(g.fsdp_params) for g in sharding.fsdp_groups(sharding.fsdp_states(model))

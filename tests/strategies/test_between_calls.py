@@ -342,6 +342,25 @@ def test_an_older_fabric_does_not_check_optimizers_of_a_newer_one(ranks):
         assert "gradients that were never synchronised" in str(error)
 
 
+def step_of_a_dropped_model_of_a_second_fabric() -> None:
+    """The optimizer was set up by a `Fabric` that is gone, and its model by one that is not."""
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    older = Loop("ddp").fabric
+    older.setup(model, optimizer)
+    del older
+    fabric = Loop("ddp").fabric
+    fabric.setup_module(model)
+    fabric.backward(model(torch.ones(2, 4, dtype=torch.float64) * fabric.global_rank).sum())
+    optimizer.step()
+
+
+def test_an_optimizer_of_an_older_fabric_is_checked(ranks):
+    for error in ranks.run_expecting_errors(step_of_a_dropped_model_of_a_second_fabric, world_size=2):
+        assert isinstance(error, UsageError)
+        assert "the model that fabric.setup returned was dropped" in str(error)
+
+
 def steps_by_hand(strategy: str, average: bool) -> list[float]:
     """Gradients that no backward has put there, beside a model that backwards train."""
     loop, model = Loop(strategy), net(1)

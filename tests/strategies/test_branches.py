@@ -152,3 +152,37 @@ def test_ranks_may_differ_with_find_unused_parameters(ranks):
     expected = ranks.run(with_unused, True, world_size=1)[0]
     for value, other in zip(ranks.run(with_unused, False, world_size=2)[0], expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def without_sync(strategy: str) -> list[torch.Tensor]:
+    """Two backwards of which torch's own switch reduces the second one."""
+    fabric = start(strategy)
+    net = WithUnused()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer = fabric.setup(net, optimizer)
+    for number in range(4):
+        if fabric.world_size > 1:
+            model.module.set_requires_gradient_sync(number % 2 == 1)
+        fabric.backward(model(rows(fabric, number)).square().mean() / 2)
+        if number % 2:
+            assert all(p.grad is None for p in model.module.unused.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_torchs_switch_of_the_reduction_leaves_unused_parameters_alone(ranks, strategy):
+    expected = ranks.run(without_sync, "auto", world_size=1)[0]
+    for value, other in zip(ranks.run(without_sync, strategy, world_size=2)[0], expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
-from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, broadcast_frozen, shared_buffers
+from fabric.strategies.buffers import broadcast_buffers, shared_buffers
 from fabric.strategies.ddp._torch import (
     NOT_AVERAGED,
     accumulator_of,
@@ -79,7 +79,6 @@ class Replicate(Layout):
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, ReplicaState]
         self._replicas = weakref.WeakKeyDictionary()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
-        self._frozen_models: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
         self._remove_step_listener: Callable[[], None] | None = None
         """Removes the step listener; None: no gradients are unsynchronised, and there is no listener."""
         self._unsynced = self._failed = False
@@ -110,8 +109,6 @@ class Replicate(Layout):
         add_backward_listener(self)
         if not any([p.requires_grad for p in module.parameters()]):
             broadcast_from_group_root([*module.parameters(), *shared_buffers(module).values()], self._group())
-            if self._syncs_buffers and shared_buffers(module):
-                self._frozen_models[module] = SyncedBuffers(module)
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -345,8 +342,6 @@ class Replicate(Layout):
             if replica.training and state.received_grad and state.buffers is not None:
                 broadcast_buffers([state.buffers], self.channel)
         modules = [replica.module for replica in syncing if self._replicas[replica].received_grad]
-        if modules and self._frozen_models:
-            broadcast_frozen(self._frozen_models.values(), self.channel)
         if self.after_sync is not None and modules and self.traits.lockstep:  # none: on this rank alone
             self.after_sync(modules)
 

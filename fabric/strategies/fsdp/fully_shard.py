@@ -302,13 +302,17 @@ class FullyShard(FSDP2Runtime):
             reduce_in_place(module, partial(_reduce_used, channel=self.channel))
 
 
-def _reduce_used(reduce: Callable[[], None], parts: list[Any], number: int, channel: Channel) -> None:
+def _reduce_used(reduce: Callable[[], None], group: Any, number: int, channel: Channel) -> None:
     """Reduce a group's gradients, with zeros for ranks that have none. All ranks must call this.
 
     torch's `set_reduce_scatter_unused_params` also writes zeros for parameters that no rank used. Weight
     decay and momentum would then change them.
     """
-    wholes = [whole for part in parts if (whole := unsharded_of(part)) is not None and whole.requires_grad]
+    wholes = [
+        whole
+        for part in group.fsdp_params
+        if (whole := unsharded_of(part)) is not None and whole.requires_grad
+    ]
     used = on_any_rank([whole.grad is not None for whole in wholes], channel)
     fill([whole for whole, any_has in zip(wholes, used, strict=True) if any_has and whole.grad is None])
     reduce()

@@ -104,11 +104,9 @@ def reshard_root(state: Any, root: Any, out: Any) -> Any:
 
 
 def reduce_in_place(root: Any, reduce: Callable[..., None]) -> None:
-    """Replace the reduction of each group of a model by `reduce(torch's reduction, sharded parameters, number
-    of the group)`.
-    """
+    """Replace the reduction of each group of a model by `reduce(torch's reduction, group, its number)`."""
     for number, group in enumerate(fsdp_groups(fsdp_states(root))):
-        group.post_backward = partial(reduce, group.post_backward, group.fsdp_params, number)
+        group.post_backward = partial(reduce, group.post_backward, group, number)
 
 
 def has_hooks(parameter: Any) -> bool:

@@ -31,18 +31,22 @@ def fill(wholes: Iterable[Any]) -> None:
         whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
 
-def _reduce(reduce: Callable[[], None], parts: list[Any], number: int, layout: Any) -> None:
-    gathered = [(part.sharded_param, unsharded_of(part)) for part in parts]
-    trained = [(shard, whole) for shard, whole in gathered if whole is not None and whole.requires_grad]
-    missing = [(shard, whole) for shard, whole in trained if whole.grad is None]
-    if len(missing) == len(trained):
+def _reduce(reduce: Callable[[], None], group: Any, number: int, layout: Any) -> None:
+    gathered = [(part, unsharded_of(part)) for part in group.fsdp_params]
+    trained = [(part, whole) for part, whole in gathered if whole is not None and whole.requires_grad]
+    missing = [
+        index
+        for index, (part, whole) in enumerate(trained)
+        if whole.grad is None and part.unsharded_accumulated_grad is None
+    ]
+    if len(missing) == len(trained) or not group.reduce_grads:  # torch's set_requires_gradient_sync(False)
         reduce()
         return
-    names = [index for index, (_, whole) in enumerate(trained) if whole.grad is None]
-    layout.passed = crc32(f"group {number} without {names}".encode(), layout.passed)
-    layout.left_out.update({id(shard): None for shard, _ in missing})
+    layout.passed = crc32(f"group {number} without {missing}".encode(), layout.passed)
+    left_out = [(trained[index][0].sharded_param, trained[index][1]) for index in missing]
+    layout.left_out.update({id(shard): None for shard, _ in left_out})
     # A hook on the gradient would get zeros. A gradient that no rank has stays None: momentum would move it.
-    zeros = [(shard, whole) for shard, whole in missing if not has_hooks(shard)]
+    zeros = [(shard, whole) for shard, whole in left_out if not has_hooks(shard)]
     fill([whole for _, whole in zeros])
     new = [shard for shard, _ in zeros if shard.grad is None]
     reduce()

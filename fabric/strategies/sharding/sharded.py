@@ -17,7 +17,7 @@ from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import preserve_arguments, require_torch
 from fabric.forward import NotifyingForward, differentiable
-from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, broadcast_frozen
+from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.error_translation import converted_after_setup
 from fabric.strategies.sharding._torch import (
     begin_fsdp,
@@ -194,8 +194,7 @@ class FSDP2Runtime(DTensorLayout):
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, unshard_first)
         if root not in self._buffers:
             self._buffers[root] = SyncedBuffers(root)
-        buffers = self._buffers[root]
-        return NotifyingForward(plan, self, root) if buffers.synced and not buffers.is_frozen else plan
+        return NotifyingForward(plan, self, root) if self._buffers[root].synced else plan
 
     def _gates(self) -> list[tuple[Any, FSDPCallGuard]]:
         """Return the models that have groups, with their call guards."""
@@ -250,7 +249,6 @@ class FSDP2Runtime(DTensorLayout):
         self.passed, self.left_out = 0, {}
         owners = names_of_owners(held, self.models())
         self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {text}"))
-        broadcast_frozen(self._buffers.values(), self.channel)
         if self.after_sync is not None:
             stepped = {*held}
             self.after_sync([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
