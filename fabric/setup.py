@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
@@ -23,7 +24,7 @@ from fabric.checks import (
     warn_of_workers,
 )
 from fabric.core.arguments import explains_arguments
-from fabric.core.backward_listeners import own_optimizers, parameters_of
+from fabric.core.backward_listeners import optimizer_owners, parameters_of, setups
 from fabric.core.compile import recompile
 from fabric.core.tree import map_tree
 from fabric.data.epochs import BegunEpochs
@@ -149,7 +150,7 @@ class SetupVerbs(RankFacts):
             names = self._rank_local_names(original)
             for call in added:
                 call(wrapped, inner_optimizers, replicated=replica_check, rank_local=names)
-        own_optimizers(inner_optimizers, self._strategy)
+        optimizer_owners.update(dict.fromkeys(inner_optimizers, (weakref.ref(self._strategy), next(setups))))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in inner_optimizers]
         if self._callbacks:
             self.call("on_after_setup", fabric=self, module=wrapped)
@@ -212,7 +213,7 @@ class SetupVerbs(RankFacts):
         inner_optimizers = [self._strategy.setup_optimizer(o) for o in optimizers]
         for added in self._strategy.hooks["added"]:
             added(None, inner_optimizers, replicated=replica_check, rank_local=())
-        own_optimizers(inner_optimizers, self._strategy)
+        optimizer_owners.update(dict.fromkeys(inner_optimizers, (weakref.ref(self._strategy), next(setups))))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in inner_optimizers]
         return views[0] if len(views) == 1 else tuple(views)
 

@@ -31,10 +31,9 @@ _numbers = itertools.count()
 _backward_patched = _clips_patched = False
 _clip_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The strategy that has set up an optimizer. It may outlive its `Fabric`."""
-_setups: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Strategies, numbered in the order of their first setup."""
+optimizer_owners: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
+"""The strategy that has set up an optimizer, which may outlive its `Fabric`, and a number of `setups`."""
+setups = itertools.count(1)
 _in_trial = False
 _step_hook: Any = None
 """The handle of torch's hook that calls `_step_listeners`; None: there are no listeners."""
@@ -80,18 +79,6 @@ def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
         run(*args, **kwargs)
 
     return call
-
-
-def own_optimizers(optimizers: Iterable[Any], strategy: Any) -> None:
-    """Record that a strategy sets up models, and has set up these optimizers."""
-    _setups.setdefault(strategy, next(_numbers))
-    _owners.update(dict.fromkeys(optimizers, weakref.ref(strategy)))
-
-
-def is_of_later_strategy(optimizer: Any, strategy: Any) -> bool:
-    """Whether a strategy that was set up after this one has set up the optimizer."""
-    owner = owned() if (owned := _owners.get(optimizer)) is not None else None
-    return owner is not None and _setups[owner] > _setups[strategy]
 
 
 def add_step_listener(part: Any) -> Callable[[], None]:

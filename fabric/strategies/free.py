@@ -15,9 +15,9 @@ from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import (
     add_backward_listener,
     add_step_listener,
-    is_of_later_strategy,
-    own_optimizers,
+    optimizer_owners,
     parameters_of,
+    setups,
 )
 from fabric.core.errors import UsageError
 from fabric.strategies.error_translation import REPLACED
@@ -132,7 +132,7 @@ class StepCheck:
         """The ids of an optimizer's parameters at its last step; those that the layout does not average."""
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps with gradients that ranks may compare."""
-        own_optimizers((), strategy)
+        self._number = next(setups)
         add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -168,8 +168,9 @@ class StepCheck:
         they are all parameters of a model.
         """
         reduced = self._strategy.layout.reduced_parameters() if self._is_ours else None
-        if reduced is None or is_of_later_strategy(optimizer, self._strategy):
-            return []
+        owner, number = optimizer_owners.get(optimizer, (None, 0))
+        if reduced is None or (owner and number > self._number and owner() not in (None, self._strategy)):
+            return []  # or another strategy has set it up since
         alive = [p for p in parameters_of(optimizer) if p.requires_grad]
         unaveraged = {id(p): p for p in alive if id(p) not in reduced}
         for stepping in [] if unaveraged else self._strategy.hooks["stepping"]:
