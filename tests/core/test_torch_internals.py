@@ -521,6 +521,8 @@ def _as_rank(rank: int, path: str, call: Callable[[], None]) -> None:
             "gloo", store=torch.distributed.FileStore(path, 1), rank=0, world_size=1
         )
     call()
+    if torch.distributed.is_initialized():  # else its threads may end the process by SIGABRT at exit
+        torch.distributed.destroy_process_group()
 
 
 class _Half(torch.nn.Module):
