@@ -34,6 +34,7 @@ _step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictio
 optimizer_owners: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int]] = weakref.WeakKeyDictionary()
 """The strategy that has set up an optimizer, which may outlive its `Fabric`, and a number of `setups`."""
 setups = itertools.count(1)
+"""Numbers the setups of optimizers and the step checks of strategies in the order in which they are made."""
 _in_trial = False
 _step_hook: Any = None
 """The handle of torch's hook that calls `_step_listeners`; None: there are no listeners."""

@@ -34,16 +34,16 @@ def fill(wholes: Iterable[Any]) -> None:
 def _reduce(reduce: Callable[[], None], group: Any, number: int, layout: Any) -> None:
     gathered = [(part, unsharded_of(part)) for part in group.fsdp_params]
     trained = [(part, whole) for part, whole in gathered if whole is not None and whole.requires_grad]
-    missing = [
-        index
-        for index, (part, whole) in enumerate(trained)
-        if whole.grad is None and part.unsharded_accumulated_grad is None
+    has_grad = [
+        whole.grad is not None or part.unsharded_accumulated_grad is not None for part, whole in trained
     ]
-    if len(missing) == len(trained) or not group.reduce_grads:  # torch's set_requires_gradient_sync(False)
+    if not any(has_grad) or not group.reduce_grads:  # torch's set_requires_gradient_sync(False)
         reduce()
         return
-    layout.passed = crc32(f"group {number} without {missing}".encode(), layout.passed)
-    left_out = [(trained[index][0].sharded_param, trained[index][1]) for index in missing]
+    layout.passed = crc32(f"group {number}".encode() + bytes(has_grad), layout.passed)
+    left_out = [
+        (p.sharded_param, whole) for (p, whole), has in zip(trained, has_grad, strict=True) if not has
+    ]
     layout.left_out.update({id(shard): None for shard, _ in left_out})
     # A hook on the gradient would get zeros. A gradient that no rank has stays None: momentum would move it.
     zeros = [(shard, whole) for shard, whole in left_out if not has_hooks(shard)]
