@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.nn import Module
+
 from fabric.core.source import format_line, is_user_code
+from fabric.utilities.init import name_of_parameter
 from fabric.watchdog._torch import BACKWARD_FUNCTION, DISPATCH_FILES
 
 if TYPE_CHECKING:
@@ -105,15 +108,27 @@ def _blocking_call(frame: FrameType) -> str | None:
         return "backward"
     name = frame.f_code.co_filename
     if name.startswith(_PACKAGE):
-        return _entry_function(frame, _PACKAGE)
-    return f"torch.distributed: {_entry_function(frame, _DISTRIBUTED)}" if _DISTRIBUTED in name else None
+        return _entry(frame, _PACKAGE).f_code.co_name
+    if _DISTRIBUTED not in name:
+        return None
+    entry = _entry(frame, _DISTRIBUTED)
+    return f"torch.distributed: {entry.f_code.co_name}{_layer_of(entry)}"
 
 
-def _entry_function(frame: FrameType, part: str) -> str:
-    """Return the name of the outermost function of the files whose path contains `part`."""
-    name = frame.f_code.co_name
+def _entry(frame: FrameType, part: str) -> FrameType:
+    """Return the frame of the outermost function of the files whose path contains `part`."""
+    entry = frame
     while (caller := frame.f_back) and any([p in caller.f_code.co_filename for p in (part, "contextlib")]):
         frame = caller
         if part in frame.f_code.co_filename and frame.f_code.co_name not in _WRAPPER_NAMES:
-            name = frame.f_code.co_name
-    return name
+            entry = frame
+    return entry
+
+
+def _layer_of(frame: FrameType) -> str:
+    """Return ` of Sequential (two.0.weight)`, if FSDP gathers the parameters of a layer in this frame."""
+    layer = frame.f_locals.get("module")
+    if not isinstance(layer, Module):
+        return ""
+    names = [name for p in layer.parameters() if (name := name_of_parameter(p))]
+    return f" of {type(layer).__name__.removeprefix('FSDP')} ({', '.join(names[:1]) or 'no parameter'})"

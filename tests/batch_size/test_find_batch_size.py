@@ -101,7 +101,10 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+        # No bias: its gradient would be rounding, by which Adam would move it.
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2)
+        )
         self.calls, self.seen = 0, torch.zeros(())
 
     def forward(self, x):
@@ -189,7 +192,9 @@ def tries(run):
 
 def compared(strategy, precision):
     plain, tried = Run(strategy, precision, lambda run: None), Run(strategy, precision, tries)
-    torch.testing.assert_close(tried.found, plain.found, rtol=0, atol=0)
+    # DDP orders its buckets anew after the first backward: three ranks add up in another order.
+    rtol = 1e-5 if dist.get_world_size() > 2 else 0
+    torch.testing.assert_close(tried.found, plain.found, rtol=rtol, atol=rtol / 10)
     assert tried.position == plain.position
 
 

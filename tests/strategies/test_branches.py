@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fabric import Fabric
-from fabric.core.errors import CollectiveMismatch
+from fabric.core.errors import CollectiveMismatch, LaunchError
+from fabric.guard.call_checker import guard_of
 from fabric.strategies import FSDPStrategy
+from fabric.testing import rank_info
 
 
 class Experts(nn.Module):
@@ -186,3 +191,75 @@ def test_torchs_switch_of_the_reduction_leaves_unused_parameters_alone(ranks, st
     expected = ranks.run(without_sync, "auto", world_size=1)[0]
     for value, other in zip(ranks.run(without_sync, strategy, world_size=2)[0], expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+def other_order(fabric, path: str, same: list[str], last: tuple[str, str], grad: bool) -> None:
+    """Calls without a step between them, whose layers have different sizes."""
+    torch.manual_seed(5)
+    net = Experts(9)
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.3))
+    for number, way in enumerate([*same, last[fabric.global_rank]]):
+        try:
+            with torch.set_grad_enabled(grad):
+                loss = model(rows(fabric, number), way).square().mean()
+        except CollectiveMismatch as error:
+            Path(path).write_text(str(error))
+            raise
+        if grad:
+            fabric.backward(loss)
+
+
+def launch(jobs: list[tuple], path: str) -> str:
+    """On each rank of the pool a job of its own: the error of its rank that was in another call."""
+    _, strategy, *parts, _ = jobs[rank_info().rank]
+    os.environ["FABRIC_HANG_REPORT_AFTER"] = "40"
+    blocks = FSDPStrategy(auto_wrap_policy={nn.Sequential}, sharding_strategy=strategy, start_method="fork")
+    fabric, path = Fabric(accelerator="cpu", devices=2, strategy=blocks), f"{path}.{rank_info().rank}"
+    try:
+        fabric.launch(other_order, path, *parts)
+    except LaunchError:
+        return Path(path).read_text()
+    finally:
+        os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
+    return "no error"
+
+
+ORDERS = [
+    ("another layer", "FULL_SHARD", ["one"] * 4, ("one", "two"), True, ("its two", "(one.0.weight)")),
+    ("known", "SHARD_GRAD_OP", ["one", "two"] * 2, ("one", "two"), True, ("its one", "(two.0.weight)")),
+    ("one more", "FULL_SHARD", ["one"] * 4, ("one", "both"), True, ("its two", "pre_backward")),
+    ("one less", "FULL_SHARD", ["both"] * 4, ("both", "one"), False, ("its end", "(two.0.weight)")),
+]
+
+
+def test_layers_of_different_size_in_another_order(forking_ranks, tmp_path):
+    """gloo ended a process by SIGABRT, unless it was in call 1, 2, 4, 8, ... of the model."""
+    found = forking_ranks.run(launch, ORDERS, str(tmp_path / "error"), world_size=4, group=False, timeout=100)
+    for (case, *_, texts), error in zip(ORDERS, found, strict=True):
+        for text in (f"forward of model 0 (Experts), {texts[0]}", texts[1], "each waits for a call"):
+            assert text in error, f"{case}: {error}"
+
+
+def equal_orders(strategy: str, ways: list[str]) -> list[int]:
+    """The number of calls that each forward compares. All ranks make the same forwards."""
+    fabric = start(FSDPStrategy(auto_wrap_policy={nn.Sequential}, sharding_strategy=strategy))
+    net = Experts(9)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.3))
+    compared = []
+    for number, way in enumerate(ways):
+        counts = guard_of(dist.group.WORLD).count
+        out = model(rows(fabric, number), way)
+        compared.append(guard_of(dist.group.WORLD).count - counts)
+        fabric.backward(out.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return compared
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_an_order_that_repeats_is_not_compared(ranks, strategy):
+    """The first two forwards compare their start, their layers and their end, and a change compares one call.
+    Forwards 4 and 8 are compared in any case.
+    """
+    ways = ["both", "both", "both", "one", "one", "both", "both", "one"]
+    assert ranks.run(equal_orders, strategy, ways, world_size=2)[0] == [4, 4, 1, 3, 1, 1, 0, 3]

@@ -11,18 +11,56 @@ import torch
 from fabric.collectives.frames import ALONE
 from fabric.core._torch import backward_pass
 from fabric.core.compile import eager
+from fabric.core.errors import CollectiveMismatch
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-class ForwardCheck:
-    """The call check of one model's calls without gradients, which no step compares.
+_END = "end"
+_MOST_PLACES = 10_000
 
-    Calls with gradients are compared in a step. If ranks call models or layers of different sizes in another
-    order, gloo may abort the process before that. So outermost calls 1, 2, 4, 8, ... are checked, and all
-    calls in them.
+
+class CallOrder:
+    """The order in which this rank calls models and layers, equal on all ranks as long as none raises."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        """The call that followed last, by the calls before it in the call of the model."""
+        self._place = self._started = 0
+
+    def differs(self, call: int, starts: bool) -> bool:
+        """Add a call. Return whether another one, or none, followed last time after the same calls.
+
+        If ranks make different calls, this returns True on at least one of them.
+
+        Args:
+            call: A number for what the call gathers.
+            starts: Whether it is an outermost call of a model.
+        """
+        differs = self._next.get(self._place) != call
+        if differs:
+            if len(self._next) > _MOST_PLACES:
+                self._next.clear()  # on all ranks at the same call
+            self._next[self._place] = call
+        self._place = hash((self._started if starts else self._place, call))
+        if starts:
+            self._started = call
+        return differs
+
+    def clear(self) -> None:
+        """Forget all calls. All ranks must do this at the same call."""
+        self._next.clear()
+        self._place = self._started = 0
+
+
+class ForwardCheck:
+    """The call check of one model's calls, before they gather parameters.
+
+    Calls with gradients are compared in a step. If ranks gather layers of different sizes, gloo may abort the
+    process before that. So a call is compared if one of another size followed the calls before it last time,
+    and so are outermost calls 1, 2, 4, 8, ... with all calls in them.
 
     Args:
         root: The model.
@@ -37,6 +75,7 @@ class ForwardCheck:
         """Number of outermost calls with gradients."""
         self._compares = False
         """Whether calls inside of the current one are compared, too."""
+        self._sizes: dict[str, int] = {_END: 0}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
@@ -51,29 +90,60 @@ class ForwardCheck:
     @eager
     def check_forward(self, name: str = "") -> bool:
         """Check a call of a submodule. Return whether it is the outermost. All ranks must call this."""
-        inner = self._within is not None
-        if inner and not (name and self._compares):
+        outermost = self._within is None
+        if not outermost and not name:
             return False
-        trains, mesh = inner or torch.is_grad_enabled(), self._layout.mesh
-        if not inner:
-            self._compares = False
-        if trains and not inner:
-            self._calls += 1
-            all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
-            first = self._calls == 1 and mesh is not None  # replicas may differ in later calls
-            if self._calls & (self._calls - 1) or not (all_ranks or first) or backward_pass() != -1:
-                return True
-            self._compares = all_ranks
-        if self._layout.channel is not None:
-            mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
-            if not trains:
-                self._layout.copies.check()
-                # Else an additional call on one rank would gather shards from before and after a change.
-                changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
-                mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
-            verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
+        trains, mesh = not outermost or torch.is_grad_enabled(), self._layout.mesh
+        all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
+        compares = not outermost and self._compares
+        if outermost:
+            self._compares, compares = False, not trains
+        if backward_pass() == -1:  # else it is recomputed
+            if all_ranks:
+                compares |= self._layout.order.differs(self._size_of(name), outermost)
+            if trains and outermost:
+                self._calls += 1
+                self._compares = all_ranks and not self._calls & (self._calls - 1)
+                # Replicas may differ in later calls.
+                compares |= self._compares or (self._calls == 1 and mesh is not None)
+        if compares:
+            self._compare(name, trains)
+        return outermost
+
+    @eager
+    def finish(self) -> None:
+        """Check the end of an outermost call, after which a rank that has called fewer layers would gather
+        another one.
+        """
+        mesh = self._layout.mesh
+        all_ranks = mesh is not None and mesh.size(-1) == mesh.size()
+        if all_ranks and backward_pass() == -1 and self._layout.order.differs(self._sizes[_END], False):
+            self._compare(_END, trains=True)
+
+    def _size_of(self, name: str) -> int:
+        """Return a number for the shapes and dtypes of a submodule's parameters."""
+        if name not in self._sizes:
+            parameters = self._root.get_submodule(name).parameters()
+            shapes = tuple([(p.shape, p.dtype) for p in parameters])
+            self._sizes[name] = hash((shapes, self._in_lockstep and name))
+        return self._sizes[name]
+
+    def _compare(self, name: str, trains: bool) -> None:
+        """Compare a call with the other ranks' calls."""
+        if self._layout.channel is None:
+            return
+        mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
+        if not trains:
+            self._layout.copies.check()
+            # Else an additional call on one rank would gather shards from before and after a change.
+            changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
+            mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
+        verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
+        try:
             self._layout.channel.check_barrier(verb, mode)
-        return not inner
+        except CollectiveMismatch:
+            self._layout.order.clear()  # it differs on the ranks
+            raise
 
     def record(self, what: str) -> None:
         """Add a call to the checksum that a step compares."""

@@ -353,6 +353,8 @@ class GatheredCall:
                 gate.checks.leave(self)
         if outer and not compiling:
             gate.end()
+            if not self.method:
+                gate.checks.finish()
         return out
 
     def __getattr__(self, name: str) -> Any:

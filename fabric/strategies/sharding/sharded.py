@@ -27,7 +27,7 @@ from fabric.strategies.sharding._torch import (
 )
 from fabric.strategies.sharding.blocks import SET_UP
 from fabric.strategies.sharding.first_forward import check_first_forward
-from fabric.strategies.sharding.forward_check import ForwardCheck
+from fabric.strategies.sharding.forward_check import CallOrder, ForwardCheck
 from fabric.strategies.sharding.gathered import FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.mixed_groups import separate_kinds
 from fabric.strategies.sharding.reductions import record_reductions
@@ -55,6 +55,7 @@ class FSDP2Runtime(DTensorLayout):
 
     def __init__(self) -> None:
         super().__init__()
+        self.order = CallOrder()
         self.passed = 0
         """Checksum of the calls of groups with gradients, backwards and reductions since the last step."""
         self.left_out: dict[int, None] = {}
