@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LOOPBACK = "127.0.0.1"
+_BESIDE_FROM = 65
+"""Number of ranks from which on a process beside rank zero hosts the store."""
 
 # By process id, address and port. A forked child must not use inherited entries, nor destroy a store: that
 # would join a thread that only the parent has.
@@ -27,7 +29,12 @@ _stores: dict[tuple[int, str, int], tuple[Store, itertools.count[int]]] = {}
 
 
 def prefix_store(
-    address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None = None
+    address: str,
+    port: int,
+    host: bool,
+    timeout: timedelta,
+    listen_fd: int | None = None,
+    world_size: int = 1,
 ) -> Store:
     """Return the TCPStore at this address with a new, empty prefix; the first call opens the store.
 
@@ -37,6 +44,7 @@ def prefix_store(
         host: Whether this process hosts it; implied if it listens already (`reserve_port`).
         timeout: Limit for connecting to the host; also the default of each later wait.
         listen_fd: A listening socket that this process inherited (host only).
+        world_size: Number of ranks that connect. For many a process beside this one hosts the store.
 
     Raises:
         LaunchError: The port is taken (host), or there is no answer within `timeout` (client).
@@ -47,6 +55,12 @@ def prefix_store(
     if key not in _stores:
         if key in _listening:  # reserved before the address was published
             host, listen_fd = True, _listening.pop(key).detach()
+        if host and world_size >= _BESIDE_FROM:
+            from fabric.launch.store_process import start_store_process
+
+            opened = listen(address, port, True) if listen_fd is None else socket.socket(fileno=listen_fd)
+            start_store_process(opened, address, port, world_size)
+            host, listen_fd = False, None
         _stores[key] = open_store(address, port, host, timeout, listen_fd), itertools.count()
     store, group_counter = _stores[key]
     store.set_timeout(timeout)

@@ -103,7 +103,7 @@ class ClusterEnvironment(ABC):
         """
         from fabric.launch.stores import prefix_store
 
-        return prefix_store(self.main_address, self.main_port, rank == 0, timeout)
+        return prefix_store(self.main_address, self.main_port, rank == 0, timeout, world_size=world_size)
 
     def teardown(self) -> None:  # noqa: B027  optional
         """Release the environment's resources."""

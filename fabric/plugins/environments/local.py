@@ -116,7 +116,7 @@ class LocalEnvironment(ClusterEnvironment):
         if listen_fd is not None:
             os.set_inheritable(listen_fd, False)  # children of this rank must not inherit the port
             del os.environ[STORE_FD]  # used once
-        return prefix_store(self.main_address, self.main_port, is_host, timeout, listen_fd)
+        return prefix_store(self.main_address, self.main_port, is_host, timeout, listen_fd, world_size)
 
     def _read(self, name: str, default: int) -> int:
         if name in self._overrides:

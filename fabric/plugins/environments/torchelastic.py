@@ -46,7 +46,7 @@ class TorchElasticEnvironment(ExternalEnvironment):
             LaunchError: The agent cannot be reached in time, or some ranks did not arrive.
         """
         is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = prefix_store(self.main_address, self.main_port, is_host, timeout)
+        store = prefix_store(self.main_address, self.main_port, is_host, timeout, world_size=world_size)
         return attempt_store(store, rank, world_size, timeout)
 
 
