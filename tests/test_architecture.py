@@ -27,13 +27,13 @@ PACKAGE = ROOT / "fabric"
 ORDER = [
     ["fabric.core"],
     ["fabric.utilities"],
-    ["fabric.launch.rank_exit"],
+    ["fabric.launch.rank_exit", "fabric.launch.system"],
+    ["fabric.launch.store_process"],
     [
         "fabric.launch.garbage",
         "fabric.launch.parent_death",
         "fabric.launch.signals",
         "fabric.launch.stores",
-        "fabric.launch.system",
     ],
     ["fabric.plugins.environments"],
     ["fabric.launch"],
