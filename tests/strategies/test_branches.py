@@ -263,3 +263,38 @@ def test_an_order_that_repeats_is_not_compared(ranks, strategy):
     """
     ways = ["both", "both", "both", "one", "one", "both", "both", "one"]
     assert ranks.run(equal_orders, strategy, ways, world_size=2)[0] == [4, 4, 1, 3, 1, 1, 0, 3]
+
+
+class Raises(Experts):
+    def forward(self, x, way: str):
+        out = super().forward(x, "both")
+        if way == "bad":
+            raise ValueError("a bad batch")
+        return out
+
+
+def skipped_batches(world_size_one: bool) -> list[torch.Tensor]:
+    """A forward that raises on one rank, after its last layer: all ranks skip the batch."""
+    fabric = start(FSDPStrategy(auto_wrap_policy={nn.Sequential}) if not world_size_one else "auto")
+    net = Raises(9)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number in range(8):
+        bad = number in (2, 4, 5)
+        way = "bad" if bad and fabric.global_rank == number % fabric.world_size else "good"
+        try:
+            loss, failed = model(rows(fabric, number), way).square().mean(), False
+        except ValueError:
+            failed = True
+        if fabric.any(failed):
+            continue
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+def test_a_forward_that_raises_on_one_rank_after_its_layers(ranks):
+    expected = ranks.run(skipped_batches, True, world_size=1)[0]
+    for value, other in zip(ranks.run(skipped_batches, False, world_size=2)[0], expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)

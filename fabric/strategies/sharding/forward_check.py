@@ -111,20 +111,25 @@ class ForwardCheck:
         return outermost
 
     @eager
-    def finish(self) -> None:
+    def finish(self, completed: bool = True) -> None:
         """Check the end of an outermost call, after which a rank that has called fewer layers would gather
         another one.
+
+        Args:
+            completed: False: the call raised. Its end is added to the order, and not compared.
         """
         mesh = self._layout.mesh
         all_ranks = mesh is not None and mesh.size(-1) == mesh.size()
-        if all_ranks and backward_pass() == -1 and self._layout.order.differs(self._sizes[_END], False):
-            self._compare(_END, trains=True)
+        if all_ranks and backward_pass() == -1:
+            differs = self._layout.order.differs(self._sizes[_END], starts=False)
+            if differs and completed:
+                self._compare(_END, trains=True)
 
     def _size_of(self, name: str) -> int:
         """Return a number for the shapes and dtypes of a submodule's parameters."""
         if name not in self._sizes:
-            parameters = self._root.get_submodule(name).parameters()
-            shapes = tuple([(p.shape, p.dtype) for p in parameters])
+            parts = dict(self._root.named_modules())  # the user may have moved it since
+            shapes = tuple([(p.shape, p.dtype) for p in parts.get(name, self._root).parameters()])
             self._sizes[name] = hash((shapes, self._in_lockstep and name))
         return self._sizes[name]
 
