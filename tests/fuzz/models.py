@@ -117,11 +117,12 @@ class Heads(nn.Module):
 
 
 class Branch(nn.Module):
-    """One of two ways, by a flag."""
+    """One of two ways, by a flag. Their layers have different sizes."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.left = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.right = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))
 
     def forward(self, x, way="both"):
         h = torch.tanh(self.first(x))
