@@ -29,6 +29,7 @@ class CallOrder:
         self._next: dict[int, int] = {}
         """The call that followed last, by the calls before it in the call of the model."""
         self._place = self._started = 0
+        self._undo: tuple[int, int, int | None] = (0, 0, None)
 
     def differs(self, call: int, starts: bool) -> bool:
         """Add a call. Return whether another one, or none, followed last time after the same calls.
@@ -39,7 +40,9 @@ class CallOrder:
             call: A number for what the call gathers.
             starts: Whether it is an outermost call of a model.
         """
-        differs = self._next.get(self._place) != call
+        followed = self._next.get(self._place)
+        self._undo = (self._place, self._started, followed)
+        differs = followed != call
         if differs:
             if len(self._next) > _MOST_PLACES:
                 self._next.clear()  # on all ranks at the same call
@@ -49,10 +52,13 @@ class CallOrder:
             self._started = call
         return differs
 
-    def clear(self) -> None:
-        """Forget all calls. All ranks must do this at the same call."""
-        self._next.clear()
-        self._place = self._started = 0
+    def undo(self) -> None:
+        """Remove the last call, which the ranks did not make together."""
+        self._place, self._started, followed = self._undo
+        if followed is None:
+            self._next.pop(self._place, None)
+        else:
+            self._next[self._place] = followed
 
 
 class ForwardCheck:
@@ -147,7 +153,7 @@ class ForwardCheck:
         try:
             self._layout.channel.check_barrier(verb, mode)
         except CollectiveMismatch:
-            self._layout.order.clear()  # it differs on the ranks
+            self._layout.order.undo()
             raise
 
     def record(self, what: str) -> None:
