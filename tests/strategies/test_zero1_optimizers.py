@@ -281,3 +281,47 @@ def test_it_is_refused_at_setup_on_all_ranks(ranks, kind, world_size):
         assert isinstance(error, ConfigurationError)
         assert f"{kind.__name__}.step() updates a parameter by values of other parameters" in str(error)
         assert 'Write Fabric(strategy="ddp")' in str(error)
+
+
+class Around(Optimizer):
+    """It holds another optimizer, whose `load_state_dict` it calls."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, {}
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+
+
+def step_around(strategy, folder, load):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model, x = made(), X[fabric.global_rank :: fabric.world_size]
+    model, optimizer = fabric.setup(model, Around(Adam(model.parameters(), lr=0.1)))
+    if load:
+        fabric.load(folder / "around", {"model": model, "optimizer": optimizer})
+    for step in range(2):
+        optimizer.zero_grad()
+        fabric.backward(model(x).sub(1).square().mean())
+        optimizer.step()
+        if not load and step == 0:
+            fabric.save(folder / "around", {"model": model, "optimizer": optimizer}, format="sharded")
+        if load:
+            break
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def test_an_optimizer_around_another_loads_all_states_of_a_sharded_checkpoint(ranks, tmp_path):
+    expected = ranks.run(step_around, "fsdp", tmp_path, False, world_size=2)
+    found = ranks.run(step_around, "zero1", tmp_path, True, world_size=2)
+    torch.testing.assert_close(found, expected)
