@@ -81,7 +81,7 @@ def _is_users(key: str, value: Any) -> bool:
     """Whether an attribute is the user's. In some versions of torch keys of states are no plain strings."""
     if type(key) is not str or key in FSDP_MARKS or key.startswith(("_fabric_", STATE_KEYS)):
         return False
-    return not (key in ("forward", "_apply", "__deepcopy__") and _is_foreign(value))
+    return not (key in ("forward", "_apply", "__deepcopy__", "__reduce_ex__") and _is_foreign(value))
 
 
 def _is_foreign(call: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -114,6 +116,30 @@ def test_a_copy_after_setup_names_the_copy_before_it(ranks, strategy):
         "fabric.setup_module(average) after it."
     )
     assert ranks.run(copied, strategy, world_size=2) == [{text}] * 2
+
+
+def pickled(strategy: str) -> set[str]:
+    fabric = fabric_of(strategy)
+    model = fabric.setup_module(parts())
+    found = set()
+    for one in (model, model.module, {"model": model}):
+        with pytest.raises(UsageError) as caught:
+            torch.save(one, io.BytesIO())
+        found.add(str(caught.value))
+    with fabric.whole(model) as plain:
+        if plain is not None:
+            assert pickle.loads(pickle.dumps(plain))(torch.ones(2, 4)).shape == (2, 2)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_a_pickle_of_a_sharded_model_names_the_save(ranks, strategy):
+    text = (
+        "model 0 (Sequential) was pickled after fabric.setup, and is split over ranks: a file would have one "
+        'rank\'s part. Write fabric.save(path, {"model": model}) on all ranks, or `with fabric.whole(model) '
+        "as plain`, and pickle plain on rank zero, where it is not None."
+    )
+    assert ranks.run(pickled, strategy, world_size=2) == [{text}] * 2
 
 
 class Tied(nn.Module):

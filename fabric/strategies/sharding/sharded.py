@@ -180,6 +180,7 @@ class FSDP2Runtime(DTensorLayout):
             part.__dict__["_apply"] = partial(_convert, part)
             if is_fsdp(part):  # torch's own error names no remedy
                 part.__dict__.update({"__deepcopy__": partial(_refuse_copy, name_of(module)), SET_UP: True})
+                part.__dict__["__reduce_ex__"] = partial(_refuse_pickle, name_of(module))
         record_reductions(module, self)
         module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
         check_first_forward(module, module.__dict__["_fabric_gate"])
@@ -305,6 +306,19 @@ def _refuse_copy(name: str, memo: Any) -> Any:
         f"{name} was copied after fabric.setup, and is split over ranks: a copy would share its groups. "
         "Write average = copy.deepcopy(model) before setup, and average = fabric.setup_module(average) after "
         "it."
+    )
+
+
+def _refuse_pickle(name: str, protocol: Any) -> Any:
+    """Raise if a module of a sharded model is pickled, as `torch.save(model, path)` does.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"{name} was pickled after fabric.setup, and is split over ranks: a file would have one rank's part. "
+        'Write fabric.save(path, {"model": model}) on all ranks, or `with fabric.whole(model) as plain`, and '
+        "pickle plain on rank zero, where it is not None."
     )
 
 
