@@ -758,3 +758,33 @@ def asked_for_gradients(allow_unused):
 @pytest.mark.parametrize("allow_unused", [False, True])
 def test_gradients_by_torch_autograd_grad_are_refused(ranks, allow_unused):
     ranks.run(asked_for_gradients, allow_unused, world_size=2)
+
+
+def replace_last(net):
+    net[-1] = nn.Sequential(net[-1], nn.Identity())
+
+
+OTHER_BLOCKS = {
+    "Block 4 of Sequential was replaced": replace_last,
+    "Sequential has 6 blocks in place of 5": lambda net: net.append(nn.Identity()),
+    "Sequential has 4 blocks in place of 5": lambda net: net.pop(-1),
+}
+
+
+def with_other_blocks(text):
+    fabric = start()
+    model, optimizer = fabric.setup(net := plain_sequential(), torch.optim.SGD(net.parameters(), 0.1))
+    fabric.backward(model(torch.ones(ROWS, 6)).sum())
+    optimizer.step()
+    OTHER_BLOCKS[text](net)
+    with pytest.raises(UsageError) as caught:
+        model(torch.ones(ROWS, 6))
+    assert str(caught.value) == (
+        f"{text} after fabric.setup. The stages would run the blocks that it had at fabric.setup. Change the "
+        "model before fabric.setup."
+    )
+
+
+@pytest.mark.parametrize("text", OTHER_BLOCKS)
+def test_blocks_that_are_replaced_after_setup(ranks, text):
+    ranks.run(with_other_blocks, text, world_size=2)

@@ -38,17 +38,14 @@ def find_blocks(model: Module) -> Blocks:
         UsageError: The model has hooks or DTensors, which a call of each block alone would ignore.
     """
     kind = type(model).__name__
-    if hasattr(model, BLOCKS_METHOD):
-        blocks = list(getattr(model, BLOCKS_METHOD)())
-    elif isinstance(model, Sequential) and type(model).forward is Sequential.forward:
-        blocks = list(model)
-    else:
+    if not (hasattr(model, BLOCKS_METHOD) or _is_sequential(model)):
         raise ConfigurationError(
             f"{kind} is neither an nn.Sequential nor has it a method {BLOCKS_METHOD}(). A pipeline divides a "
             "list of blocks into stages. Build it as nn.Sequential(embedding, *layers, head), or add "
             f"`def {BLOCKS_METHOD}(self): return [self.embedding, *self.layers, self.head]`: modules of "
             "which each takes the output of the one before it."
         )
+    blocks = listed_blocks(model)
     paths = {id(module): path for path, module in model.named_modules()}
     for index, block in enumerate(blocks):
         if not isinstance(block, Module) or id(block) not in paths or block is model:
@@ -60,6 +57,15 @@ def find_blocks(model: Module) -> Blocks:
     found = [(paths[id(block)], block) for block in blocks]
     _check_blocks(model, found)
     return found
+
+
+def listed_blocks(model: Any) -> list[Any]:
+    """Return what `pipeline_blocks()` returns, or the modules of an nn.Sequential."""
+    return list(getattr(model, BLOCKS_METHOD)() if hasattr(model, BLOCKS_METHOD) else model)
+
+
+def _is_sequential(model: Module) -> bool:
+    return isinstance(model, Sequential) and type(model).forward is Sequential.forward
 
 
 def _check_blocks(model: Module, blocks: Blocks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import MicrobatchArgs
 from fabric.strategies.input_check import InputConsistencyCheck
 from fabric.strategies.pipeline._torch import accumulates, keeps_graph
+from fabric.strategies.pipeline.cut import find_blocks, listed_blocks
 from fabric.strategies.pipeline.run import PassState, all_backwards, all_forwards, one_forward_one_backward
 from fabric.strategies.pipeline.trial import join_outputs, try_row_independence
 
@@ -58,6 +60,7 @@ class PipelinedModule:
     ) -> None:
         self.runner, self.tied, self.count = runner, tied, count
         self.module, self.name = weakref.ref(module), type(module).__name__
+        self.blocks = find_blocks(module)
         self.buffers = SyncedBuffers(module)
         self.policy, self.backward_ended = policy, backward_ended
         self.synchronised_in = -1
@@ -229,8 +232,24 @@ class PipelinedModule:
         if torch.is_grad_enabled():
             for tied in self.tied:
                 tied.register_hook()
+        self._check_blocks()
         # The first stage reads the input, the last one the target: different batches would raise no error.
         self._input_check.compare(verb, *flatten(data))
+
+    def _check_blocks(self) -> None:
+        """Raise if the model has other blocks than at setup, of which the stages would run the old ones."""
+        now, before = listed_blocks(self.module()), [block for _, block in self.blocks]
+        if len(now) != len(before) or any(map(is_not, now, before)):
+            changed = [path for (path, block), new in zip(self.blocks, now, strict=False) if block is not new]
+            what = (
+                f"Block {changed[0]} of {self.name} was replaced"
+                if changed
+                else (f"{self.name} has {len(now)} blocks in place of {len(before)}")
+            )
+            raise UsageError(
+                f"{what} after fabric.setup. The stages would run the blocks that it had at fabric.setup. "
+                "Change the model before fabric.setup."
+            )
 
     def _with_backward(self, tree: Any, state: PassState, calls: list[Any]) -> Any:
         """Return the tree; a backward of its leaves that require gradients runs the pipeline's backward."""
