@@ -146,7 +146,7 @@ def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> N
     for model in models:
         if model.checks_left and channel is not None and channel.world_size > 1:
             model.warn_if_different(channel)
-    if channel is not None:
+    if models and channel is not None:  # without one a strategy that has ended may call this
         broadcast_from_group_root([tensor for model in models for tensor in model.tensors()], channel)
 
 
