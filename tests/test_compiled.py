@@ -222,8 +222,13 @@ def replaced(strategy, when):
         del WAYS["replaced"]
 
 
-def test_a_block_that_is_replaced_after_setup_is_not_that_of_the_pipeline(ranks):
-    assert ranks.run(replaced, "pipeline", "after", world_size=2) == [("nothing", "no break")] * 2
+def raises_if_replaced(strategy):
+    with pytest.raises(UsageError, match=r"Block 0 of Chain was replaced after fabric\.setup"):
+        replaced(strategy, "after")
+
+
+def test_a_block_of_a_pipeline_is_compiled_before_setup_else_it_raises(ranks):
+    ranks.run(raises_if_replaced, "pipeline", world_size=2)
     assert ranks.run(replaced, "pipeline", "before", world_size=2) == [("a graph per block", "no break")] * 2
 
 
