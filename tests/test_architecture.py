@@ -228,9 +228,9 @@ _SHARDED = "fabric.checkpoint.formats.sharded"
 NEEDS: dict[str, set[str]] = {
     "fabric.batch_size": set(),
     "fabric.checkpoint.background": set(),
-    _SHARDED: {"fabric.checkpoint.formats.safetensors"},
+    _SHARDED: set(),
     "fabric.checkpoint.formats.safetensors": set(),
-    "fabric.checkpoint.latest": {_SHARDED},
+    "fabric.checkpoint.latest": set(),
     "fabric.collectives.extra": set(),
     "fabric.data.iterable": set(),
     "fabric.guard": set(),

@@ -14,8 +14,9 @@ import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from fabric.checkpoint.formats.registry import METADATA
 from fabric.checkpoint.freed_files import freed_later, wait_until_freed
-from fabric.utilities.cloud_io import local_path, target_path
+from fabric.utilities.cloud_io import target_path
 
 try:
     import fcntl
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
 
     from fabric.core.types import PathLike
 
-MANIFEST = "fabric.json"
-METADATA = ".metadata"
-"""Name of torch's file with the location of each tensor."""
-SINGLE = "model.safetensors"
-INDICES = ".safetensors.index.json"
-INDEX = f"model{INDICES}"
-"""Name of the file in a directory of Hugging Face that maps tensors to files."""
-LENGTH = 8
-"""Bytes at the start of a safetensors file that hold the length of its header."""
 _locks: dict[Path, int | None] = {}
 """Temporary paths of this process, and the descriptors that lock them; None: no locks on this system."""
 
@@ -52,33 +44,6 @@ def present(path: PathLike) -> PathLike:
         return path
     aside = sorted(_leftovers(local, "old"), key=lambda old: old.lstat().st_mtime)
     return aside[-1] if aside else path
-
-
-def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
-    """Return the path of a sharded checkpoint of `fabric.save` or torch; None: there is none."""
-    local = local_path(path)
-    names = (MANIFEST,) if only_ours else (MANIFEST, METADATA)
-    there = local is not None and any([os.path.isfile(local / name) for name in names])  # noqa: PTH113 - never raises
-    return local if there else None
-
-
-def is_safetensors(path: PathLike) -> bool:
-    """Whether a file of this name is written as safetensors."""
-    return str(path).endswith(".safetensors")
-
-
-def safetensors_at(path: Path, name: PathLike) -> bool:
-    """Whether `path` is a safetensors file, or a directory of Hugging Face with one or more.
-
-    A file whose name ends with .safetensors counts as one, unless it is a ZIP archive of torch.
-    """
-    if path.is_dir():
-        return any([(path / name).is_file() for name in (SINGLE, INDEX)])
-    if not path.is_file() or path.name.endswith(INDICES):
-        return path.is_file()
-    with path.open("rb") as file:
-        start = file.read(LENGTH + 1)
-    return start[LENGTH:] == b"{" or (is_safetensors(name) and not start.startswith(b"PK"))
 
 
 def temporary_path(path: Path, directory: bool) -> Path:

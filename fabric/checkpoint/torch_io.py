@@ -18,18 +18,15 @@ import torch
 from fabric.checkpoint.atomic_write import (
     commit_path,
     copy_mode,
-    is_safetensors,
     named,
     remove,
-    safetensors_at,
-    sharded_at,
     temporary_path,
 )
 from fabric.checkpoint.checkpoint_io import CheckpointIO
 from fabric.checkpoint.content import check_shape, check_tags, unreadable_error
 from fabric.checkpoint.digest import CHANGED, DigestWriter, Sealed, damaged, read_seal, verify
+from fabric.checkpoint.formats.registry import directory_at, format_of_file, format_of_name
 from fabric.core.errors import ConfigurationError, FabricError
-from fabric.core.slices import use_slice
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
@@ -82,9 +79,9 @@ class TorchCheckpointIO(CheckpointIO):
                 "Leave them out, or pass your own CheckpointIO that reads them as Fabric(plugins=...)."
             )
         write = partial(_write, checkpoint, self.facts)
-        if is_safetensors(path):
-            safetensors = use_slice("safetensors")
-            write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
+        if (format := format_of_name(path)) is not None:
+            module = format.load()
+            write = partial(module.write, module.prepared(checkpoint, path), self.facts)
         target = target_path(path)
         if target is None:
             _save_to_url(write, str(path))
@@ -138,9 +135,8 @@ class TorchCheckpointIO(CheckpointIO):
     def _sealed(self, path: Path, name: PathLike) -> list[Sealed]:
         if not self.verify:
             return []
-        if safetensors_at(path, name):
-            found: list[Sealed] = use_slice("safetensors").sealed(path, name)
-            return found
+        if (format := format_of_file(path, name)) is not None:
+            return format.load().sealed(path, name)  # type: ignore[no-any-return]
         if not path.is_file():
             return []
         with path.open("rb", buffering=0) as file:
@@ -168,9 +164,8 @@ class TorchCheckpointIO(CheckpointIO):
             filesystem.rm(str(path), recursive=True)
 
     def _tree(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
-        if safetensors_at(path, name):
-            found: dict[str, Any] = use_slice("safetensors").read(path, name)
-            return found
+        if (format := format_of_file(path, name)) is not None:
+            return format.load().read(path, name)  # type: ignore[no-any-return]
         if path.is_dir():
             raise IsADirectoryError(
                 f"{name} is a directory, not a checkpoint file of fabric.save. If an engine wrote "
@@ -190,7 +185,7 @@ class TorchCheckpointIO(CheckpointIO):
         return tree
 
     def _load(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-        if is_safetensors(path):  # torch would choose the format by the name
+        if format_of_name(path) is not None:  # torch would choose the format by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
         # Objects that only an unsafe load reads may hold tensors that are not found and copied. Files in the
@@ -213,11 +208,12 @@ def _fetch(url: str, file: Any) -> None:
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     if path.is_dir():
-        if sharded_at(path) is None:
+        directory = directory_at(path)
+        if directory is None:
             raise IsADirectoryError(
                 f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
             )
-        use_slice("sharded directory").refuse_foreign(path)
+        directory[0].load().refuse_foreign(path)
     elif path.exists() and not path.is_file():
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)

@@ -1,4 +1,7 @@
-"""Slices: optional capabilities in folders that can be deleted. Only this table names their modules."""
+"""Slices: optional capabilities in folders that can be deleted.
+
+This table and registries name their modules.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,6 @@ SLICES = {
     "report": "fabric.report.part",
     "report arguments": "fabric.tools.report.arguments",
     "report command": "fabric.tools.report.command",
-    "safetensors": "fabric.checkpoint.formats.safetensors",
-    "sharded directory": "fabric.checkpoint.formats.sharded.directory",
-    "sharded reader": "fabric.checkpoint.formats.sharded.dcp",
-    "sharded writer": "fabric.checkpoint.formats.sharded.save",
     "slurm": "fabric.plugins.environments.slurm",
     "streams": "fabric.data.iterable.stream_source",
     "watchdog": "fabric.watchdog.watchdog",
@@ -54,7 +53,10 @@ PARTS = ("watchdog", "replicas", "loss check")
 
 def find_slice(name: str) -> Any | None:
     """Return the module of a slice; None if its folder, or one that it needs, was deleted."""
-    path = SLICES[name]
+    return _find_module(SLICES[name])
+
+
+def _find_module(path: str) -> Any | None:
     if (module := sys.modules.get(path)) is not None:
         return module
     try:
@@ -75,14 +77,19 @@ def _exists(path: str) -> bool:
 
 
 def use_slice(name: str) -> Any:
-    """Return the module of a slice.
+    """Return the module of a slice. Raises as `use_module`."""
+    return use_module(SLICES[name])
+
+
+def use_module(path: str) -> Any:
+    """Return the module of a slice by its path.
 
     Raises:
         ConfigurationError: Its folder was deleted.
     """
-    module = find_slice(name)
+    module = _find_module(path)
     if module is None:
-        folder = SLICES[name].rpartition(".")[0].replace(".", "/")
+        folder = path.rpartition(".")[0].replace(".", "/")
         raise ConfigurationError(
             f"This needs {folder}/, which was deleted from this copy of the package. Install "
             "torch-fabric anew, or leave the call out."

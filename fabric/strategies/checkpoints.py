@@ -9,14 +9,16 @@ from weakref import WeakKeyDictionary
 
 from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
 from fabric.core.slices import use_slice
 from fabric.strategies.exchange import Exchange
-from fabric.utilities.cloud_io import local_path
+from fabric.utilities.cloud_io import local_path, target_path
 from fabric.utilities.state_keys import add_tied_keys, clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from fabric.checkpoint.background.pending import PendingSave
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.checkpoint.digest import Sealed
+    from fabric.checkpoint.formats.registry import Format
     from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
     from fabric.strategies.layout import Layout
@@ -99,25 +102,20 @@ class Checkpoints(Exchange):
         from fabric.checkpoint import state as states
 
         self.finish_save()
-        sharded = False
-        if (format or self.state_dict_type) != "full":
-            try:
-                format, where = use_slice("sharded writer").choose_format(self, path, format, storage_options)
-            except ConfigurationError as error:
-                self.abort_call("save", error)
-            sharded = format == "sharded"
+        try:
+            chosen, where = choose_format(self, path, format, storage_options)
+        except ConfigurationError as error:
+            self.abort_call("save", error)
         # Paths are shown in a mismatch, but not compared: only rank zero's is used.
-        call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
+        call = call_of("save", states.split_content(self, state) + (f", {chosen.name}" if chosen else ""))
         if self.topology.world_size > 1:
             self.channel().check_call(call._replace(what=f"{path}: {call.what}" if call.what else ""))
         for saving in self.hooks["saving"]:
             saving()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
-        if sharded:
-            write = use_slice("sharded writer").save_sharded(
-                self, where, state, filter, facts, wait, allow_pickle
-            )
+        if chosen is not None:
+            write = chosen.load().save(self, where, state, filter, facts, wait, allow_pickle)
         else:
             self.checkpoint_io.facts = facts
             write = self._full_writer(path, state, storage_options, filter, wait, allow_pickle)
@@ -152,13 +150,13 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter, allow_pickle)
-            from fabric.checkpoint.atomic_write import is_safetensors
+            from fabric.checkpoint.formats.registry import format_of_name
             from fabric.checkpoint.torch_io import TorchCheckpointIO
 
             ours = type(storage) is TorchCheckpointIO
-            if ours and is_safetensors(path):
+            if ours and (format := format_of_name(path)) is not None:
                 # Validates here, so that all ranks raise, also with `wait=False`.
-                use_slice("safetensors").tensors_of(checkpoint, path)
+                format.load().prepared(checkpoint, path)
             if self.topology.rank == 0 and not wait:
                 from fabric.checkpoint.snapshot import Snapshot
 
@@ -225,7 +223,8 @@ class Checkpoints(Exchange):
             DamagedCheckpointError: A file of it is missing or was changed.
         """
         from fabric.checkpoint import state as states
-        from fabric.checkpoint.atomic_write import present, sharded_at
+        from fabric.checkpoint.atomic_write import present
+        from fabric.checkpoint.formats.registry import directory_at
         from fabric.checkpoint.torch_io import TorchCheckpointIO
 
         self.finish_save()
@@ -233,13 +232,13 @@ class Checkpoints(Exchange):
         storage: Any = self.checkpoint_io
         ours = type(storage).load_checkpoint is TorchCheckpointIO.load_checkpoint
         verify = getattr(storage, "verify", None)
-        directory = sharded_at(found, only_ours=verify is None)
+        directory = directory_at(found, only_ours=verify is None)
         locations = self._gather_all(
             (self.topology.node_rank, str(local_path(found) or ""), directory is not None)
         )
         with self._verified(locations, doing) as ranges:
             if directory is not None and verify is not False:
-                ranges += use_slice("sharded directory").sealed(directory)
+                ranges += directory[0].load().sealed(directory[1])
             elif directory is None and ours:
                 ranges += storage.sealed(found)
         with states.together(self, doing):
@@ -247,10 +246,10 @@ class Checkpoints(Exchange):
                 load = storage.load_verified if ours and local_path(found) else storage.load_checkpoint
                 tree = states.named(load(found, weights_only=weights_only), state)
         checkpoint: Any = None
-        if any([sharded for *_, sharded in locations]):
+        if any([is_directory for *_, is_directory in locations]):
             with states.together(self, doing):
                 if directory is not None:
-                    checkpoint = use_slice("sharded reader").Checkpoint(directory, weights_only is not False)
+                    checkpoint = directory[0].load().opened(directory[1], weights_only is not False)
                     tree = checkpoint.tree()
         try:
             yield tree
@@ -316,3 +315,43 @@ class Checkpoints(Exchange):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load `state`, a full one, into `optimizer`. All ranks must call this."""
         self.layout.load_optimizer_state(unwrap(optimizer), state)
+
+
+def choose_format(
+    strategy: Any, path: PathLike, format: str | None, storage_options: Any
+) -> tuple[Format | None, Path | None]:
+    """Return the format of directories to write, None for one file, and the path on a disk.
+
+    The format is the requested one, or else the strategy's if the storage supports it.
+
+    Raises:
+        ConfigurationError: There is no such format, or it cannot be written there.
+    """
+    from fabric.checkpoint.formats.registry import FORMATS, format_of_name
+    from fabric.checkpoint.torch_io import TorchCheckpointIO
+
+    rows = {row.name: row for row in FORMATS if not row.suffix}
+    names = ["full", *rows]
+    if format not in (None, *names):
+        known = " or ".join(map(repr, names))
+        raise ConfigurationError(
+            f"fabric.save(format={format!r}): write {known}.{did_you_mean(str(format), names)}"
+        )
+    row = rows.get(format or strategy.state_dict_type)
+    if row is None:
+        return None, None
+    storage, where, why = strategy.checkpoint_io, target_path(path), ""
+    if type(storage) is not TorchCheckpointIO:
+        why = f"{type(storage).__name__} stores one dictionary"
+    elif where is None:
+        why = f"{path} is no path of a file system"
+    elif (file := format_of_name(path)) is not None:
+        why = f"a name that ends with {file.suffix} is one file"
+    elif storage_options is not None:
+        why = f"it has no storage_options (here {storage_options!r})"
+    if format and why:
+        raise ConfigurationError(
+            f"fabric.save(format={format!r}) writes a directory that all ranks share, but {why}. Write "
+            "format='full'."
+        )
+    return (None if why else row), where

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checkpoint.atomic_write import INDEX, INDICES, LENGTH, SINGLE
 from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.crc import Crc32, combine_crcs
 from fabric.checkpoint.digest import CHANGED, Sealed, damaged, write_all
+from fabric.checkpoint.formats.registry import FORMATS
 from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
 from fabric.checkpoint.snapshot import storage_key, values
 from fabric.core.errors import ConfigurationError, MissingExtraError
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
     from fabric.core.types import PathLike
 
+(_FORMAT,) = [row for row in FORMATS if row.module == __name__]
+LENGTH, _ = _FORMAT.start
+"""Bytes at the start of a file that hold the length of its header."""
+SINGLE, INDEX = _FORMAT.files
+"""Names of the single file in a directory of Hugging Face, and of the file that maps tensors to files."""
 _START = b'{"__metadata__": {"fabric-crc32": "'
 _FACTS = b', "fabric-facts": "'
 """Two marks of a file with a digest, since one flipped bit can destroy one of them."""
@@ -38,7 +43,7 @@ _BLANK = b"0" * 8
 """Placeholder of the digest while it is computed."""
 
 
-def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
+def prepared(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
     """Return the tensors to write to `path`: `checkpoint` itself, or its only entry if that is a dictionary.
 
     Raises:
@@ -88,7 +93,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
     """Write tensors, one at a time in memory; tied tensors are written once, under the first name.
 
     Args:
-        tensors: A result of `tensors_of`.
+        tensors: A result of `prepared`.
         facts: Stored in the header.
         file: Open for writing, with bytes. Never read or sought in.
     """
@@ -123,7 +128,7 @@ def sealed(path: Path, name: PathLike) -> list[Sealed]:
 
 
 def read(path: Path, name: PathLike) -> dict[str, Tensor]:
-    """Return the tensors at `path` (see `safetensors_at`) as `LazyTensor`s, each read when it is used.
+    """Return the tensors at `path` as `LazyTensor`s, each read when it is used.
 
     If a directory has a single file and an index, the file is read, as by `from_pretrained`.
 
@@ -151,7 +156,7 @@ def _index(path: Path) -> Path:
 def _files(path: Path, name: PathLike) -> tuple[dict[str, tuple[Path, PathLike]], dict[str, str] | None]:
     """Return {file: (its path, its name in errors)} and {tensor: file}; of one file: {"": ...} and None."""
     path = _index(path)
-    if not path.name.endswith(INDICES):
+    if not path.name.endswith(_FORMAT.listings):
         return {"": (path, name)}, None
     try:
         where: dict[str, str] = json.loads(path.read_text())["weight_map"]

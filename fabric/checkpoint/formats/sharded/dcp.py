@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.checkpoint.content import check_shape, check_tags, listed_file, unsafe_object_error
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
+from fabric.checkpoint.formats.registry import MANIFEST, METADATA, directory_at, format_of_name
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.description import read_description
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
@@ -343,17 +343,15 @@ def consolidate(
         raise ConfigurationError(
             f"{output} is the checkpoint itself, which the file would replace. Write another name."
         )
-    if sharded_at(path) is None:
+    if directory_at(path) is None:
         raise UsageError(
             f"{path} is not a sharded checkpoint, a directory that fabric.save has written. A file needs no "
             "conversion: fabric.load and torch.load read it."
         )
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
-    if is_safetensors(output):
-        from fabric.checkpoint.formats.safetensors import model_in
-
-        tree = model_in(checkpoint.tree(), path)
+    if (format := format_of_name(output)) is not None:
+        tree = format.load().model_in(checkpoint.tree(), path)
         TorchCheckpointIO().save_checkpoint(tree, output)
         return [name for name in checkpoint.tree() if name not in tree]
     tree = checkpoint.tree()

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fabric.checkpoint.atomic_write import METADATA
 from fabric.checkpoint.content import unsafe_global_error
+from fabric.checkpoint.formats.registry import METADATA
 from fabric.checkpoint.formats.sharded._torch import layout_of, memory_format_of, place_in_file
 from fabric.core.errors import UsageError
 

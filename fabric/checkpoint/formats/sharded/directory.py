@@ -10,10 +10,11 @@ import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from fabric.checkpoint.atomic_write import MANIFEST, METADATA, directory_lock, flush_directory, temporary_path
+from fabric.checkpoint.atomic_write import directory_lock, flush_directory, temporary_path
 from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.crc import crc_of_range
 from fabric.checkpoint.digest import Sealed, damaged, verify
+from fabric.checkpoint.formats.registry import MANIFEST, METADATA
 from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint import state as states
-from fabric.checkpoint.atomic_write import commit_path, is_locked, is_safetensors, keep_locked, named, remove
+from fabric.checkpoint.atomic_write import commit_path, is_locked, keep_locked, named, remove
 from fabric.checkpoint.formats.sharded.directory import begin
-from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.collectives.reduce import reduce_tree
-from fabric.core.errors import ConfigurationError, RankError, UsageError
-from fabric.core.registry import did_you_mean
+from fabric.core.errors import RankError, UsageError
 from fabric.launch.garbage import gc_disabled
-from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,44 +24,11 @@ if TYPE_CHECKING:
 
     from fabric.checkpoint.formats.sharded.dcp import ShardWriter
     from fabric.checkpoint.formats.sharded.plan import Chunk
-    from fabric.core.types import Filter, PathLike
-
-FORMATS = ("full", "sharded")
-
-
-def choose_format(
-    strategy: Any, path: PathLike, format: str | None, storage_options: Any
-) -> tuple[str, Path | None]:
-    """Return the format to write and the path on a disk.
-
-    The format is the requested one, or else the strategy's if the storage supports it.
-
-    Raises:
-        ConfigurationError: There is no such format, or it cannot be written there.
-    """
-    if format not in (None, *FORMATS):
-        raise ConfigurationError(
-            f"fabric.save(format={format!r}): write 'full' or 'sharded'.{did_you_mean(str(format), FORMATS)}"
-        )
-    storage, where, why = strategy.checkpoint_io, target_path(path), ""
-    if type(storage) is not TorchCheckpointIO:
-        why = f"{type(storage).__name__} stores one dictionary"
-    elif where is None:
-        why = f"{path} is no path of a file system"
-    elif is_safetensors(path):
-        why = "a name that ends with .safetensors is one file"
-    elif storage_options is not None:
-        why = f"it has no storage_options (here {storage_options!r})"
-    if format == "sharded" and why:
-        raise ConfigurationError(
-            f"fabric.save(format='sharded') writes a directory that all ranks share, but {why}. Write "
-            "format='full'."
-        )
-    return format or ("full" if why else strategy.state_dict_type), where
+    from fabric.core.types import Filter
 
 
 @gc_disabled()  # plans are many objects
-def save_sharded(
+def save(
     strategy: Any,
     path: Any,
     state: dict[str, Any],
