@@ -88,6 +88,10 @@ class LoaderAdapter:
         """Return the rows of the last global batch, if ranks get unequal or repeated shares of it; else 0."""
         return 0
 
+    def repeats(self) -> str:
+        """Return which samples of an epoch ranks get twice, for a warning; else an empty string."""
+        return ""
+
     def switch_kind(self, kind: str) -> bool:
         """Switch the adapter to this kind of state if it can; return success."""
         return False
@@ -233,6 +237,9 @@ class IndexSource(SeededLoaderAdapter):
             UsageError: The position was saved with data of another length.
         """
         order, sampler = self.sampler.order, self.sampler
+        if self.generators and sampler.start and sampler.order_digest is None:
+            # A resumed iteration was left before its first batch, as by zip() with a loader at its end.
+            next(order.stream(), None)  # the user's generator draws its order; the next one depends on it
         if saved and saved["samples"] and (now := self._num_items()) != saved["length"]:
             raise UsageError(
                 f"The position {saved['samples']} was saved in data of length {saved['length']}, but the "
@@ -299,6 +306,12 @@ class IndexSource(SeededLoaderAdapter):
     def uneven_rows(self) -> int:
         """Return the rows of the last global batch, if ranks get unequal or repeated shares of it; else 0."""
         return self.sampler.rule.uneven_rows(self._num_items() or 0) if self.is_sharded else 0
+
+    def repeats(self) -> str:
+        """Return which samples of an epoch ranks get twice, for a warning; else an empty string."""
+        items, rule = self._num_items() or 0, self.sampler.rule
+        count, unit = rule.repeated(items), "batches" if rule.batch is None else "samples"
+        return f"{count} of the {items} {unit} of this loader twice" if count else ""
 
     def remaining(self) -> int | None:
         """Return the number of batches from the position on; None: the number of samples is unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +114,8 @@ class _FabricDataLoader(Loader):
         self._parts, self._chose_uneven = parts, chose_uneven
         self._begun = begun
         self._epoch = epoch
+        self._thread = threading.get_ident()  # a thread that reads ahead must send no messages
+        self._warned_of_repeats = False
         self._iteration: _Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0
@@ -218,10 +223,14 @@ class _FabricDataLoader(Loader):
             pairs = Prefetch(pairs, self._device, self._move, self._prefetches)
         if self._rank_group is not None and not adapter.per_rank and torch.is_grad_enabled():
             pairs = self._rank_group.compared(
-                pairs, adapter.consistency_key, epoch
+                pairs, self._consistency_key, epoch
             )  # outside of Prefetch, which requests one ahead
         self.wait_seconds += time.perf_counter() - begin
-        return self._received(pairs, iteration)
+        evaluates = not (self._chose_uneven or torch.is_grad_enabled())
+        return self._received(pairs, iteration, evaluates)
+
+    def _consistency_key(self) -> dict[str, Any] | None:
+        return self._adapter.consistency_key() if threading.get_ident() == self._thread else None
 
     def _start_iterator(self) -> Iterator[Any]:
         if not getattr(self._dataloader, "num_workers", 0):
@@ -231,7 +240,7 @@ class _FabricDataLoader(Loader):
         with forking():
             return iter(self._dataloader)
 
-    def _received(self, pairs: Iterator[Any], iteration: _Iteration) -> Iterator[Any]:
+    def _received(self, pairs: Iterator[Any], iteration: _Iteration, evaluates: bool) -> Iterator[Any]:
         clock = time.perf_counter
         uneven_rows = 0 if self._chose_uneven else self._adapter.uneven_rows()
         before_last: list[Any] = []
@@ -249,8 +258,10 @@ class _FabricDataLoader(Loader):
                 yield batch
             if self._iteration is iteration:
                 self._iteration = None
+            if evaluates and not self._warned_of_repeats:
+                self._warn_of_repeats()
             # A nested iteration may run on this rank alone.
-            if _active == [iteration]:
+            if _active == [iteration] and threading.get_ident() == self._thread:
                 if uneven_rows and before_last == [part.epoch_begun() for part in self._parts]:
                     uneven_rows = 0  # no backward of the last batch
                 for part, states_at_begin in zip(self._parts, iteration.states_at_begin, strict=True):
@@ -260,6 +271,19 @@ class _FabricDataLoader(Loader):
             close = getattr(pairs, "close", None)
             if close is not None:
                 close()
+
+    def _warn_of_repeats(self) -> None:
+        """Warn once if an evaluation got samples twice."""
+        repeats = self._adapter.repeats()
+        if not repeats:
+            return
+        self._warned_of_repeats = True
+        rank_zero_warn(
+            f"The ranks got {repeats} under torch.no_grad(), so that all have equally many. A sum or a mean "
+            'counts these twice. Write fabric.setup_dataloaders(loader, uneven="exact") to evaluate, or '
+            'uneven="pad" if that is intended.',
+            category=PossibleUserWarning,
+        )
 
     @property
     def batches_done(self) -> int:

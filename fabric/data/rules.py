@@ -129,6 +129,11 @@ class ShardingRule(NamedTuple):
                 'some, or "drop" to skip them.'
             )
 
+    def repeated(self, items: int) -> int:
+        """Return how many of the items ranks get a second time."""
+        pads = self.uneven == "pad" and not self.drop_last
+        return -items % self.shard.world if pads else 0
+
     def uneven_rows(self, items: int) -> int:
         """Return the items of the last global batch, if shares of it are unequal or repeated; else 0."""
         tail = items % self.size

@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -141,6 +142,9 @@ KINDS = {
     "drop-last": lambda n, b, r, w, k: DataLoader(Indices(n), b, shuffle=True, drop_last=True, **k),
     "weighted": lambda n, b, r, w, k: DataLoader(
         Indices(n), b, sampler=WeightedRandomSampler([1.0] * n, 2 * n), **k
+    ),
+    "weighted-generator": lambda n, b, r, w, k: DataLoader(
+        Indices(n), b, sampler=WeightedRandomSampler([1.0] * n, n, generator=generator()), **k
     ),
     "repeated": lambda n, b, r, w, k: DataLoader(
         Indices(n), b, sampler=RandomSampler(range(n), num_samples=2 * n + 1), **k
@@ -278,3 +282,22 @@ def test_global_batches_stay_when_the_number_of_ranks_changes(kind, rounds, worl
         if state is None or state["epoch"] == 0:
             found += global_batches(kind, n, size, 1, state, None)[0]
         assert found[: len(whole)] == whole
+
+
+@pytest.mark.parametrize("kind", ["generator", "weighted-generator", "shuffled"])
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_zip_that_is_resumed_at_the_end_of_an_epoch(kind, taken):
+    """The second loader's iteration is left before its first batch; its generator must draw all the same."""
+
+    def epochs(loaders, count):
+        return [list(zip(*loaders, strict=False)) for _ in range(count)]
+
+    loaders = [make(kind, 6, 2) for _ in range(2)]
+    whole = epochs(loaders, 3)
+    loaders = [make(kind, 6, 2) for _ in range(2)]
+    assert list(itertools.islice(zip(*loaders, strict=False), taken)) == whole[0][:taken]
+    states = [loader.state_dict() for loader in loaders]
+    loaders = [make(kind, 6, 2) for _ in range(2)]
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+    assert epochs(loaders, 3) == [whole[0][taken:], *whole[1:]]
