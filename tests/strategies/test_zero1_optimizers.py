@@ -230,8 +230,81 @@ class OfAClosure(SGD):
         return super().step(closure)
 
 
-JOINT = [ClippedInside, LambTogether, DAdaptation]
-APART = [Lamb, Inner, Noisy, OnDevices, OfAClosure, ScheduleFree, Lookahead, Perturbed]
+class OwnList(SGD):
+    """Decays towards the initial weights, which it has in a list in the order of the parameters."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def own(self, number, p):
+        return self.first[number]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in enumerate(params):
+            p.lerp_(self.own(number, p), 1e-4)
+        return super().step(closure)
+
+
+class OwnDictionary(OwnList):
+    """As above, found by the parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.first = dict(zip(params, self.first, strict=True))
+
+    def own(self, number, p):
+        return self.first[p]
+
+
+class OwnMomentum(OwnList):
+    """A list of zeros is right on each rank: its entries are those of the parameters that the rank steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.first = [torch.zeros_like(p) for p in self.first]
+
+
+class Slow(Optimizer):
+    """Lookahead, as many write it."""
+
+    def __init__(self, params, lr):
+        self.inner = SGD(params, lr)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, average in zip(group["params"], slow, strict=False):
+                if self.count % 3 == 0:
+                    p.copy_(average.lerp_(p, 0.5))
+
+
+def square(kind):
+    """An optimizer of parameters of one shape, of which a wrong entry raises no error."""
+    layers = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+    return kind(layers.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [OwnList, Slow])
+def test_a_list_of_the_optimizers_own_is_found(kind):
+    assert couples_parameters(square(kind))
+
+
+@pytest.mark.parametrize("kind", [OwnDictionary, OwnMomentum])
+def test_own_tensors_that_each_rank_finds_are_allowed(kind):
+    assert not couples_parameters(square(kind))
+
+
+JOINT = [OwnList, ClippedInside, LambTogether, DAdaptation]
+APART = [OwnDictionary, Lamb, Inner, Noisy, OnDevices, OfAClosure, ScheduleFree, Lookahead, Perturbed]
 
 
 @pytest.mark.parametrize("kind", [*JOINT, *APART])
@@ -275,7 +348,7 @@ def set_up(kind):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("kind", JOINT)
+@pytest.mark.parametrize("kind", [*JOINT, Slow])
 def test_it_is_refused_at_setup_on_all_ranks(ranks, kind, world_size):
     for error in ranks.run_expecting_errors(set_up, kind, world_size=world_size):
         assert isinstance(error, ConfigurationError)

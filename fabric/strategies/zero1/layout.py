@@ -352,8 +352,9 @@ def _check_shardable(optimizer: Optimizer) -> None:
     if couples_parameters(optimizer):
         raise ConfigurationError(
             f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an "
-            'estimate of the learning rate). With strategy="zero1" each rank steps some parameters only. '
-            'Write Fabric(strategy="ddp"), or "zero2".'
+            "estimate of the learning rate), or by a list of its own with an entry for each. With "
+            'strategy="zero1" each rank steps some parameters only. Write Fabric(strategy="ddp") or "zero2", '
+            "or keep the list's entries in self.state[p]."
         )
     if any([group.get("differentiable") for group in optimizer.param_groups]):
         raise ConfigurationError(
