@@ -298,3 +298,49 @@ def test_a_forward_that_raises_on_one_rank_after_its_layers(ranks):
     expected = ranks.run(skipped_batches, True, world_size=1)[0]
     for value, other in zip(ranks.run(skipped_batches, False, world_size=2)[0], expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+def evaluated_alone() -> list[torch.Tensor]:
+    """Rank zero evaluates alone and skips the error, as other ranks do; then all ranks train."""
+    fabric = start("fsdp" if dist.get_world_size() > 1 else "auto")
+    net = Experts(9)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for number in range(6):
+        if fabric.world_size > 1 and number > 2:
+            with pytest.raises(CollectiveMismatch), torch.no_grad():
+                model(rows(fabric, number), "both") if fabric.global_rank == 0 else fabric.barrier()
+        optimizer.zero_grad()
+        fabric.backward(model(rows(fabric, number), "both").square().mean())
+        optimizer.step()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+def test_a_forward_of_one_rank_leaves_the_order_of_calls_equal(ranks):
+    """The end of the refused call was in the order of rank zero, which then compared the next one alone."""
+    expected = ranks.run(evaluated_alone, world_size=1)[0]
+    for value, other in zip(ranks.run(evaluated_alone, world_size=2)[0], expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+class LastIsEnd(nn.Module):
+    """Its last layer has the name of the end of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.end = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4)), nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x, last: bool):
+        return self.end(self.one(x)) if last else self.one(x)
+
+
+def without_last() -> None:
+    fabric = start(FSDPStrategy(auto_wrap_policy={nn.Sequential}))
+    model, _ = fabric.setup(net := LastIsEnd(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model(rows(fabric, 0), fabric.global_rank == 0)
+
+
+def test_a_layer_with_the_name_end(ranks):
+    for error in ranks.run_expecting_errors(without_last, world_size=2):
+        assert isinstance(error, CollectiveMismatch)
+        assert "its end " in str(error) and "its end, after its last layer" in str(error)

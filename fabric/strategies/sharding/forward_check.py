@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-_END = "end"
+_END = "end, after its last layer"  # no layer has this name
 _MOST_PLACES = 10_000
 
 
@@ -115,6 +115,11 @@ class ForwardCheck:
         if compares:
             self._compare(name, trains)
         return outermost
+
+    def abort(self, call: Any) -> None:
+        """Add the end of an outermost call that raised to the order, unless the call is not in it."""
+        if self._within is call:
+            self.finish(completed=False)
 
     @eager
     def finish(self, completed: bool = True) -> None:

@@ -344,8 +344,8 @@ class GatheredCall:
                 error, self.call, gate.root, self.method, marked=self.unshard_first
             )
             gate.recover()
-            if outer and not (compiling or self.method):
-                gate.checks.finish(completed=False)
+            if outer and not compiling:
+                gate.checks.abort(self)
             if better is not None:
                 raise better from error
             raise
