@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from fabric.launch.system import allow_open_files
@@ -50,9 +51,15 @@ def host_store(address: str, port: int, world_size: int, listen_fd: int, life_fd
     for number in _IGNORED:  # schedulers send them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     allow_open_files(_DESCRIPTORS_PER_RANK * world_size + 64)
+    # Also while it connects to itself, which TCPStore tries for minutes if the address is unreachable here.
+    threading.Thread(target=_exit_with, args=(life_fd,), daemon=True).start()
     from torch.distributed import TCPStore
 
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
-    os.read(life_fd, 1)
+    threading.Event().wait()
     del store
+
+
+def _exit_with(life_fd: int) -> None:
+    os.read(life_fd, 1)
     os._exit(0)

@@ -58,7 +58,8 @@ def prefix_store(
         if host and world_size >= _BESIDE_FROM:
             from fabric.launch.store_process import start_store_process
 
-            opened = listen(address, port, True) if listen_fd is None else socket.socket(fileno=listen_fd)
+            # As torch's store does: on all interfaces, since other machines may resolve the name differently.
+            opened = listen(address, port) if listen_fd is None else socket.socket(fileno=listen_fd)
             start_store_process(opened, address, port, world_size)
             host, listen_fd = False, None
         _stores[key] = open_store(address, port, host, timeout, listen_fd), itertools.count()
@@ -123,8 +124,10 @@ def listen(address: str, port: int, all_interfaces: bool = False) -> socket.sock
     interface = _interface(address) if all_interfaces or address in (_LOOPBACK, "localhost") else ""
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
+    wide = not interface and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if wide else socket.AF_INET
     try:
-        return socket.create_server((interface, port), backlog=4096)
+        return socket.create_server((interface, port), family=family, backlog=4096, dualstack_ipv6=wide)
     except OSError as error:
         if port:
             raise _port_taken(address, port) from error

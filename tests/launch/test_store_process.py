@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,11 +45,13 @@ def port():
         return free.getsockname()[1]
 
 
-def start(folder: Path, port: int, beside: int, waits: bool = False) -> list[subprocess.Popen]:
+def start(
+    folder: Path, port: int, beside: int, waits: bool = False, address: str = "127.0.0.1"
+) -> list[subprocess.Popen]:
     """Start 3 ranks as mpirun does."""
     script = folder / "train.py"
     script.write_text(TRAIN.format(beside=beside, waits=waits))
-    ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ours = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     common = {**os.environ, **ours, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
     return [
         subprocess.Popen(
@@ -93,6 +96,18 @@ def test_rank_zero_holds_no_connection_of_the_others(tmp_path, port, beside):
     until(lambda: not hosts(port))
 
 
+def test_an_address_of_ipv6(tmp_path):
+    """The process listened on addresses of IPv4 only, and no rank found it."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    ranks = start(tmp_path, port, 2, address="::1")
+    outs = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outs
+
+
 def test_it_ends_with_rank_zero_and_the_others_are_told(tmp_path, port):
     ranks = start(tmp_path, port, 2, waits=True)
     try:
@@ -107,6 +122,27 @@ def test_it_ends_with_rank_zero_and_the_others_are_told(tmp_path, port):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+ALONE = """
+import time
+from fabric.launch.store_process import start_store_process
+from fabric.launch.stores import listen
+
+listener = listen("127.0.0.1", {port})
+start_store_process(listener, "127.0.0.2", {port}, 2)
+time.sleep(60)
+"""
+
+
+def test_it_ends_while_it_connects_to_itself(port):
+    """Nothing listens at its address, where it tried to connect for minutes after rank zero had ended."""
+    with subprocess.Popen([sys.executable, "-c", ALONE.format(port=port)]) as rank:
+        until(lambda: hosts(port), 60)
+        (host,) = hosts(port)
+        until(lambda: len(os.listdir(f"/proc/{host}/task")) > 2, 60)  # those of TCPStore and of the exit
+        rank.kill()
+    until(lambda: not hosts(port))
 
 
 def test_a_taken_port_is_named(tmp_path):
