@@ -130,5 +130,6 @@ def _layer_of(frame: FrameType) -> str:
     layer = frame.f_locals.get("module")
     if not isinstance(layer, Module):
         return ""
-    names = [name for p in layer.parameters() if (name := name_of_parameter(p))]
-    return f" of {type(layer).__name__.removeprefix('FSDP')} ({', '.join(names[:1]) or 'no parameter'})"
+    # The first only: this runs at each poll, and the layer may be the whole model.
+    first = next((name for p in layer.parameters() if (name := name_of_parameter(p))), "no parameter")
+    return f" of {type(layer).__name__.removeprefix('FSDP')} ({first})"

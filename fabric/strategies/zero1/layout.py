@@ -157,9 +157,7 @@ class ShardedStates(Replicate):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's shard of a full state."""
         self.register_optimizer(optimizer)
-        local = state[
-            "state"
-        ]  # a class that overrides load_state_dict may keep entries elsewhere: it gets all
+        local = state["state"]  # all for a class that overrides load_state_dict: it may keep them elsewhere
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             local = (self._without_others_state(optimizer, state) or state)["state"]
         entries = {**state["state"], **map_tree(read_stored, local)}  # the user's hooks get all entries
