@@ -343,4 +343,5 @@ def without_last() -> None:
 def test_a_layer_with_the_name_end(ranks):
     for error in ranks.run_expecting_errors(without_last, world_size=2):
         assert isinstance(error, CollectiveMismatch)
-        assert "its end " in str(error) and "its end, after its last layer" in str(error)
+        assert "its end " in str(error)
+        assert "its end, after its last layer" in str(error)
