@@ -140,7 +140,7 @@ def test_it_ends_while_it_connects_to_itself(port):
     with subprocess.Popen([sys.executable, "-c", ALONE.format(port=port)]) as rank:
         until(lambda: hosts(port), 60)
         (host,) = hosts(port)
-        until(lambda: len([*Path(f"/proc/{host}/task").iterdir()]) > 2, 60)  # those of TCPStore and of the exit
+        until(lambda: len([*Path(f"/proc/{host}/task").iterdir()]) > 2, 60)  # the exit and TCPStore
         rank.kill()
     until(lambda: not hosts(port))
 
