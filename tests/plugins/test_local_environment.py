@@ -93,12 +93,15 @@ def own_address():
     pytest.skip("this machine has no address but the loopback")
 
 
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
 @pytest.mark.parametrize(
     ("resolved", "expected"),
     [
-        (["127.0.0.1"], "0.0.0.0"),  # of Debian: another machine has another address for this name
-        (["192.0.2.7"], "0.0.0.0"),  # of the host around a container
-        (["127.0.0.1", "127.0.0.2"], "0.0.0.0"),
+        (["127.0.0.1"], EVERYWHERE),  # of Debian: another machine has another address for this name
+        (["192.0.2.7"], EVERYWHERE),  # of the host around a container
+        (["127.0.0.1", "127.0.0.2"], EVERYWHERE),
     ],
 )
 def test_a_name_that_is_no_single_address_of_this_machine_is_listened_for_everywhere(
