@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,5 +132,7 @@ def _layer_of(frame: FrameType) -> str:
     if not isinstance(layer, Module):
         return ""
     # The first only: this runs at each poll, and the layer may be the whole model.
-    first = next((name for p in layer.parameters() if (name := name_of_parameter(p))), "no parameter")
+    first = "no parameter"
+    with suppress(RuntimeError):  # the main thread changes the layer
+        first = next((name for p in layer.parameters() if (name := name_of_parameter(p))), first)
     return f" of {type(layer).__name__.removeprefix('FSDP')} ({first})"

@@ -300,14 +300,14 @@ def test_a_forward_that_raises_on_one_rank_after_its_layers(ranks):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-def evaluated_alone() -> list[torch.Tensor]:
-    """Rank zero evaluates alone and skips the error, as other ranks do; then all ranks train."""
+def called_alone(grad: bool, numbers: tuple[int, ...]) -> list[torch.Tensor]:
+    """Rank zero calls the model alone and skips the error, as other ranks do; then all ranks train."""
     fabric = start("fsdp" if dist.get_world_size() > 1 else "auto")
     net = Experts(9)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for number in range(6):
-        if fabric.world_size > 1 and number > 2:
-            with pytest.raises(CollectiveMismatch), torch.no_grad():
+        if fabric.world_size > 1 and number in numbers:
+            with pytest.raises(CollectiveMismatch), torch.set_grad_enabled(grad):
                 model(rows(fabric, number), "both") if fabric.global_rank == 0 else fabric.barrier()
         optimizer.zero_grad()
         fabric.backward(model(rows(fabric, number), "both").square().mean())
@@ -316,10 +316,11 @@ def evaluated_alone() -> list[torch.Tensor]:
         return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
 
 
-def test_a_forward_of_one_rank_leaves_the_order_of_calls_equal(ranks):
-    """The end of the refused call was in the order of rank zero, which then compared the next one alone."""
-    expected = ranks.run(evaluated_alone, world_size=1)[0]
-    for value, other in zip(ranks.run(evaluated_alone, world_size=2)[0], expected, strict=True):
+@pytest.mark.parametrize(("grad", "numbers"), [(False, (3, 4, 5)), (True, (0, 1, 3))])
+def test_a_forward_of_one_rank_leaves_the_order_of_calls_equal(ranks, grad, numbers):
+    """A trace of the refused call made rank zero compare a later one alone: its end, or its number."""
+    expected = ranks.run(called_alone, grad, numbers, world_size=1)[0]
+    for value, other in zip(ranks.run(called_alone, grad, numbers, world_size=2)[0], expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 

@@ -101,7 +101,7 @@ class ForwardCheck:
             return False
         trains, mesh = not outermost or torch.is_grad_enabled(), self._layout.mesh
         all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
-        compares = not outermost and self._compares
+        compares, calls = not outermost and self._compares, self._calls
         if outermost:
             self._compares, compares = False, not trains
         if backward_pass() == -1:  # else it is recomputed
@@ -113,7 +113,7 @@ class ForwardCheck:
                 # Replicas may differ in later calls.
                 compares |= self._compares or (self._calls == 1 and mesh is not None)
         if compares:
-            self._compare(name, trains)
+            self._compare(name, trains, calls)
         return outermost
 
     def abort(self, call: Any) -> None:
@@ -134,7 +134,7 @@ class ForwardCheck:
         if all_ranks and backward_pass() == -1:
             differs = self._layout.order.differs(self._sizes[_END], starts=False)
             if differs and completed:
-                self._compare(_END, trains=True)
+                self._compare(_END, True, self._calls)
 
     def _size_of(self, name: str) -> int:
         """Return a number for the shapes and dtypes of a submodule's parameters."""
@@ -144,8 +144,8 @@ class ForwardCheck:
             self._sizes[name] = hash((shapes, self._in_lockstep and name))
         return self._sizes[name]
 
-    def _compare(self, name: str, trains: bool) -> None:
-        """Compare a call with the other ranks' calls."""
+    def _compare(self, name: str, trains: bool, calls: int) -> None:
+        """Compare a call with the other ranks' calls; `calls` is the number of outermost ones before it."""
         if self._layout.channel is None:
             return
         mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
@@ -159,6 +159,7 @@ class ForwardCheck:
             self._layout.channel.check_barrier(verb, mode)
         except CollectiveMismatch:
             self._layout.order.undo()
+            self._calls = calls
             raise
 
     def record(self, what: str) -> None:
