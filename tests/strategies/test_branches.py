@@ -300,15 +300,16 @@ def test_a_forward_that_raises_on_one_rank_after_its_layers(ranks):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 
-def called_alone(grad: bool, numbers: tuple[int, ...]) -> list[torch.Tensor]:
+def called_alone(grad: bool, numbers: tuple[int, ...], way: str) -> list[torch.Tensor]:
     """Rank zero calls the model alone and skips the error, as other ranks do; then all ranks train."""
-    fabric = start("fsdp" if dist.get_world_size() > 1 else "auto")
+    several = dist.get_world_size() > 1
+    fabric = start(FSDPStrategy(auto_wrap_policy={nn.Sequential}) if several else "auto")
     net = Experts(9)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for number in range(6):
-        if fabric.world_size > 1 and number in numbers:
+    for number in range(8):
+        if several and number in numbers:
             with pytest.raises(CollectiveMismatch), torch.set_grad_enabled(grad):
-                model(rows(fabric, number), "both") if fabric.global_rank == 0 else fabric.barrier()
+                model(rows(fabric, number), way) if fabric.global_rank == 0 else fabric.barrier()
         optimizer.zero_grad()
         fabric.backward(model(rows(fabric, number), "both").square().mean())
         optimizer.step()
@@ -316,11 +317,17 @@ def called_alone(grad: bool, numbers: tuple[int, ...]) -> list[torch.Tensor]:
         return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
 
 
-@pytest.mark.parametrize(("grad", "numbers"), [(False, (3, 4, 5)), (True, (0, 1, 3))])
-def test_a_forward_of_one_rank_leaves_the_order_of_calls_equal(ranks, grad, numbers):
-    """A trace of the refused call made rank zero compare a later one alone: its end, or its number."""
-    expected = ranks.run(called_alone, grad, numbers, world_size=1)[0]
-    for value, other in zip(ranks.run(called_alone, grad, numbers, world_size=2)[0], expected, strict=True):
+@pytest.mark.parametrize(
+    ("grad", "numbers", "way"),
+    [(False, (3, 4, 5), "both"), (True, (0, 1, 3), "both"), (True, (5, 6), "two")],
+    ids=["evaluation", "training", "a layer in it"],
+)
+def test_a_forward_of_one_rank_leaves_the_order_of_calls_equal(ranks, grad, numbers, way):
+    """A trace of the refused call made rank zero compare a later one alone: its end, its number, a layer."""
+    expected = ranks.run(called_alone, grad, numbers, way, world_size=1)[0]
+    for value, other in zip(
+        ranks.run(called_alone, grad, numbers, way, world_size=2)[0], expected, strict=True
+    ):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
 
 

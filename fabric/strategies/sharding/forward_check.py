@@ -29,7 +29,8 @@ class CallOrder:
         self._next: dict[int, int] = {}
         """The call that followed last, by the calls before it in the call of the model."""
         self._place = self._started = 0
-        self._undo: tuple[int, int, int | None] = (0, 0, None)
+        self._changes: list[tuple[int, int | None]] = []
+        """Entries of `_next` that were written, and their former values."""
 
     def differs(self, call: int, starts: bool) -> bool:
         """Add a call. Return whether another one, or none, followed last time after the same calls.
@@ -41,24 +42,32 @@ class CallOrder:
             starts: Whether it is an outermost call of a model.
         """
         followed = self._next.get(self._place)
-        self._undo = (self._place, self._started, followed)
         differs = followed != call
         if differs:
             if len(self._next) > _MOST_PLACES:
                 self._next.clear()  # on all ranks at the same call
+            if len(self._changes) > _MOST_PLACES:
+                self._changes.clear()
+            self._changes.append((self._place, followed))
             self._next[self._place] = call
         self._place = hash((self._started if starts else self._place, call))
         if starts:
             self._started = call
         return differs
 
-    def undo(self) -> None:
-        """Remove the last call, which the ranks did not make together."""
-        self._place, self._started, followed = self._undo
-        if followed is None:
-            self._next.pop(self._place, None)
-        else:
-            self._next[self._place] = followed
+    def mark(self) -> tuple[int, int, int]:
+        """Return the state for `undo`."""
+        return self._place, self._started, len(self._changes)
+
+    def undo(self, mark: tuple[int, int, int]) -> None:
+        """Remove the calls since `mark`, which the ranks did not make together."""
+        self._place, self._started, count = mark
+        for place, followed in reversed(self._changes[count:]):
+            if followed is None:
+                self._next.pop(place, None)
+            else:
+                self._next[place] = followed
+        del self._changes[count:]
 
 
 class ForwardCheck:
@@ -79,6 +88,8 @@ class ForwardCheck:
         self._within: Any = None
         self._calls = 0
         """Number of outermost calls with gradients."""
+        self._mark: tuple[Any, int, int] = layout.order.mark(), 0, 0
+        """The order of calls, their number and their checksum before the last outermost call."""
         self._compares = False
         """Whether calls inside of the current one are compared, too."""
         self._sizes: dict[str, int] = {_END: 0}
@@ -101,8 +112,9 @@ class ForwardCheck:
             return False
         trains, mesh = not outermost or torch.is_grad_enabled(), self._layout.mesh
         all_ranks = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())
-        compares, calls = not outermost and self._compares, self._calls
+        compares = not outermost and self._compares
         if outermost:
+            self._mark = self._layout.order.mark(), self._calls, self._layout.passed
             self._compares, compares = False, not trains
         if backward_pass() == -1:  # else it is recomputed
             if all_ranks:
@@ -113,12 +125,16 @@ class ForwardCheck:
                 # Replicas may differ in later calls.
                 compares |= self._compares or (self._calls == 1 and mesh is not None)
         if compares:
-            self._compare(name, trains, calls)
+            self._compare(name, trains)
         return outermost
 
-    def abort(self, call: Any) -> None:
-        """Add the end of an outermost call that raised to the order, unless the call is not in it."""
-        if self._within is call:
+    def abort(self, call: Any, error: BaseException) -> None:
+        """Add the end of an outermost call that raised to the order; remove one that ranks did not make
+        together.
+        """
+        if self._within is call and isinstance(error, CollectiveMismatch):
+            self._undo()
+        elif self._within is call:
             self.finish(completed=False)
 
     @eager
@@ -134,7 +150,7 @@ class ForwardCheck:
         if all_ranks and backward_pass() == -1:
             differs = self._layout.order.differs(self._sizes[_END], starts=False)
             if differs and completed:
-                self._compare(_END, True, self._calls)
+                self._compare(_END, trains=True)
 
     def _size_of(self, name: str) -> int:
         """Return a number for the shapes and dtypes of a submodule's parameters."""
@@ -144,8 +160,8 @@ class ForwardCheck:
             self._sizes[name] = hash((shapes, self._in_lockstep and name))
         return self._sizes[name]
 
-    def _compare(self, name: str, trains: bool, calls: int) -> None:
-        """Compare a call with the other ranks' calls; `calls` is the number of outermost ones before it."""
+    def _compare(self, name: str, trains: bool) -> None:
+        """Compare a call with the other ranks' calls."""
         if self._layout.channel is None:
             return
         mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
@@ -158,9 +174,13 @@ class ForwardCheck:
         try:
             self._layout.channel.check_barrier(verb, mode)
         except CollectiveMismatch:
-            self._layout.order.undo()
-            self._calls = calls
+            self._undo()
             raise
+
+    def _undo(self) -> None:
+        """Remove the last outermost call, of which other ranks may have made no part."""
+        order, self._calls, self._layout.passed = self._mark
+        self._layout.order.undo(order)
 
     def record(self, what: str) -> None:
         """Add a call to the checksum that a step compares."""

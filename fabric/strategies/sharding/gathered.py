@@ -345,7 +345,7 @@ class GatheredCall:
             )
             gate.recover()
             if outer and not compiling:
-                gate.checks.abort(self)
+                gate.checks.abort(self, error)
             if better is not None:
                 raise better from error
             raise
