@@ -39,11 +39,14 @@ def frames(function, *args, **kwargs):
         elif event == "return":
             depth -= 1
 
+    gc.collect()  # else finalizers of earlier tests may run in between
+    gc.disable()
     sys.setprofile(watch)
     try:
         function(*args, **kwargs)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return [frame.f_code.co_name for frame in seen], deepest
 
 
