@@ -67,7 +67,7 @@ def gather_tree(
             parts = [tensors[i] for i in group]
             columns = unpack(table.to(parts[0].device), parts)
             for i, column, part in zip(group, columns, parts, strict=True):
-                gathered[i] = column.reshape(world, *part.shape)
+                gathered[i] = column.reshape(world, *part.shape).data  # no view: a loop may write into it
         return unflatten(gathered, spec, data)
 
     if not async_op:

@@ -75,7 +75,7 @@ class TensorMetadata(NamedTuple):
 
     def restore(self, values: Tensor, device: torch.device) -> Tensor:
         """Return the sender's tensor with elements `values`: on the host, or on `device`."""
-        values = values.view(self.shape)
+        values = values.view(self.shape).data  # no view: a loop may write into it
         values = values if self.on_host else values.to(device)
         if self.is_parameter:
             return Parameter(values, self.requires_grad)

@@ -123,6 +123,37 @@ def test_the_gradient_of_others_is_left_alone(ranks):
     assert ranks.run(share_a_gradient, world_size=2) == [([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]])] * 2
 
 
+def write_into_results():
+    """Write a part with a gradient into each verb's result, as a contrastive loss does with its own rows."""
+    fabric = launched()
+    ones, size = torch.ones(fabric.world_size, 2), 20_000
+    verbs = {
+        "all_gather": lambda x: fabric.all_gather(x),
+        "of several": lambda x: fabric.all_gather([x, x])[1],
+        "asynchronous": lambda x: fabric.all_gather(x, async_op=True).wait(),
+        "with gradients": lambda x: fabric.all_gather(x * 1, sync_grads=True),
+        "uneven": lambda x: fabric.all_gather(x, uneven="list")[-1],
+        "gather": lambda x: fabric.gather(x, dst=fabric.world_size - 1),
+        "all_to_all": lambda x: fabric.all_to_all(x),
+        "all_to_all with gradients": lambda x: fabric.all_to_all(x * 1, sync_grads=True),
+        "scatter": lambda x: fabric.scatter(x),
+        "broadcast": lambda x: fabric.broadcast(x, src=0),
+    }
+    for name, verb in verbs.items():
+        for x in (ones.clone(), ones.repeat(1, size)):
+            part = torch.ones((), requires_grad=True)
+            result = verb(x.requires_grad_() if "with gradients" in name else x)
+            if result is not None:
+                result[0] = part * 3
+                result.sum().backward()
+                assert part.grad == 3 * result[0].numel(), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loop_may_write_into_results(ranks, world_size):
+    ranks.run(write_into_results, world_size=world_size)
+
+
 # groups
 
 

@@ -88,7 +88,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
             rows = tables[index].view(world, world, -1)[:, rank].contiguous()
         parts = [tensors[i] for i in group]
         for i, column in zip(group, unpack(rows.to(matrix.device), parts, world), strict=True):
-            results[i] = column.reshape(tensors[i].shape)
+            results[i] = column.reshape(tensors[i].shape).data  # no view: a loop may write into it
     return unflatten(results, spec, data)
 
 
