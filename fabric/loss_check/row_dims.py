@@ -22,6 +22,13 @@ JOINED = 0
 """In place of a dimension: the value is a sum, mean or difference of rows, or linear in one."""
 
 
+WRITE_INTO_PART = "CopySlices"
+"""The node of a write in place into a part of a value, such as `similarities.fill_diagonal_(-1e9)`.
+
+Its first operand is the value before the write. What was written is not followed.
+"""
+
+
 class Operation:
     """One node of the graph: an operation, and where its operands have rows.
 
@@ -104,6 +111,8 @@ class RowDims:
         done = Operation(node, [self._dims.get(id(each)) for each, _ in node.next_functions])
         if not done.known:
             return None
+        if done.name == WRITE_INTO_PART:
+            return done.dims[0]
         self._on_operation(done)
         return JOINED if JOINED in done.known else self._dim_of_rows(done)
 
@@ -141,7 +150,7 @@ def name_of(node: Any) -> str:
 
 def is_of_torch(node: Any) -> bool:
     """Whether a node is of one of torch's operations; others may exchange rows between ranks."""
-    return type(node).__name__[-1:].isdigit()
+    return type(node).__name__[-1:].isdigit() or type(node).__name__ == WRITE_INTO_PART
 
 
 def layers_of(root: Any) -> set[int]:

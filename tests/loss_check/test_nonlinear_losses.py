@@ -47,6 +47,9 @@ PAIRS = {
     "negatives of the batch": lambda out, y: functional.cross_entropy(
         out @ out.mT / 0.1, torch.arange(len(y))
     ),
+    "a diagonal that is filled in place": lambda out, y: functional.cross_entropy(
+        (out @ out.T / 0.1).fill_diagonal_(-1e9), torch.arange(len(y)).roll(1)
+    ),
     "einsum": lambda out, y: torch.einsum("bd,cd->bc", out, out).logsumexp(1).mean(),
     "of part of a row": lambda out, y: functional.cross_entropy(
         out[:, :2] @ out[:, 1:].T, torch.arange(len(y))
@@ -102,8 +105,28 @@ OF_ROWS = {
     "gathered negatives": lambda out, y, fabric: functional.cross_entropy(
         out @ fabric.all_gather(out, sync_grads=True).flatten(0, 1).T, torch.arange(len(y))
     ),
+    "columns that are written in place": lambda out, y, fabric: filled_columns(out).exp().mean(),
+    "gathered rows that are written in place": lambda out, y, fabric: functional.cross_entropy(
+        out @ with_own_rows(fabric, out).flatten(0, 1).T, torch.arange(len(y)) + fabric.global_rank * len(y)
+    ),
     "gathered rows": lambda out, y, fabric: fabric.all_gather((out - y), sync_grads=True).norm(),
 }
+
+
+def filled_columns(out):
+    """Rows whose first columns were written in place: by a number, by another column, by the mean of each row."""
+    out = out * 2
+    out[:, 0].fill_(0.5)
+    out[:, 1] = out[:, 2].exp()
+    out[:, :2] += out.mean(1, keepdim=True)
+    return out
+
+
+def with_own_rows(fabric, out):
+    """The rows of all ranks, of which this rank's have gradients."""
+    joined = fabric.all_gather(out.detach())
+    joined[fabric.global_rank] = out
+    return joined
 
 
 def warned(strategy, kind, by_loader=True, loss=None):
