@@ -128,15 +128,15 @@ def write_into_results():
     fabric = launched()
     ones, size = torch.ones(fabric.world_size, 2), 20_000
     verbs = {
-        "all_gather": lambda x: fabric.all_gather(x),
+        "all_gather": fabric.all_gather,
         "of several": lambda x: fabric.all_gather([x, x])[1],
         "asynchronous": lambda x: fabric.all_gather(x, async_op=True).wait(),
         "with gradients": lambda x: fabric.all_gather(x * 1, sync_grads=True),
         "uneven": lambda x: fabric.all_gather(x, uneven="list")[-1],
         "gather": lambda x: fabric.gather(x, dst=fabric.world_size - 1),
-        "all_to_all": lambda x: fabric.all_to_all(x),
+        "all_to_all": fabric.all_to_all,
         "all_to_all with gradients": lambda x: fabric.all_to_all(x * 1, sync_grads=True),
-        "scatter": lambda x: fabric.scatter(x),
+        "scatter": fabric.scatter,
         "broadcast": lambda x: fabric.broadcast(x, src=0),
     }
     for name, verb in verbs.items():

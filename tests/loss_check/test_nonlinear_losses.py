@@ -114,7 +114,7 @@ OF_ROWS = {
 
 
 def filled_columns(out):
-    """Rows whose first columns were written in place: by a number, by another column, by the mean of each row."""
+    """Rows whose first columns were written in place: by a number, another column, the mean of each row."""
     out = out * 2
     out[:, 0].fill_(0.5)
     out[:, 1] = out[:, 2].exp()
