@@ -30,6 +30,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
+from fabric.core.errors import ConfigurationError
 from fabric.strategies import FSDPStrategy
 from fabric.strategies.sharding._torch import fsdp_groups
 
@@ -551,3 +552,43 @@ def test_settings_are_there_as_they_were_given():
     assert made.mixed_precision_config.param_dtype is None
     given = ShardingStrategy.SHARD_GRAD_OP
     assert FSDPStrategy(sharding_strategy=given).sharding_strategy is given
+
+
+class MixedDtypes(nn.Module):
+    """A layer in single precision in a model in double precision, as norms in half-precision models."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(4, 4, dtype=torch.float64)
+        self.narrow = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).float()).square().mean()
+
+
+def with_mixed_dtypes(strategy):
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy if world > 1 else "auto")
+    fabric.launch()
+    torch.manual_seed(3)
+    model = MixedDtypes()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.arange(12.0).double().view(3, 4)))
+    optimizer.step()
+    with fabric.whole(model) as whole:
+        return [] if whole is None else [p.detach().clone() for p in whole.parameters()]
+
+
+def test_parameters_of_several_dtypes_name_the_layers_to_wrap(ranks):
+    for error in ranks.run_expecting_errors(with_mixed_dtypes, "fsdp", world_size=2):
+        assert isinstance(error, ConfigurationError)
+        expected = "MixedDtypes has trainable parameters of float64 (wide.weight) and float32 (narrow.weight)"
+        assert str(error).startswith(expected)
+        assert "auto_wrap_policy={...}" in str(error)
+
+
+def test_layers_of_another_dtype_are_blocks(ranks):
+    expected = with_mixed_dtypes("auto")
+    strategy = FSDPStrategy(auto_wrap_policy={nn.LayerNorm})
+    for value, other in zip(ranks.run(with_mixed_dtypes, strategy, world_size=2)[0], expected, strict=True):
+        torch.testing.assert_close(value, other)

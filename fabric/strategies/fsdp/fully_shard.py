@@ -237,6 +237,8 @@ class FullyShard(FSDP2Runtime):
         on_host = self._move_and_broadcast(block, topology)
         maker.release(block)
         settings = self.settings
+        ignored = {*settings.ignored, *filter(self._is_no_part, block.parameters())}
+        _check_dtypes(block, ignored)
         try:
             fully_shard(
                 block,
@@ -244,7 +246,7 @@ class FullyShard(FSDP2Runtime):
                 reshard_after_forward=settings.reshard_after_forward,
                 mp_policy=self.precision_policy(block),
                 offload_policy=_offload_policy(settings.offload, topology.device),
-                ignored_params={*settings.ignored, *filter(self._is_no_part, block.parameters())} or None,
+                ignored_params=ignored or None,
             )
         except RuntimeError as error:
             _explain(error, block)
@@ -324,6 +326,26 @@ def _own_modules(block: Module) -> Iterator[Module]:
     for child in block.children():
         if not is_fsdp(child):
             yield from _own_modules(child)
+
+
+def _check_dtypes(block: Module, ignored: set[Any]) -> None:
+    """Raise ConfigurationError if a group has trainable parameters of several dtypes.
+
+    torch would raise in the first forward, and name no parameter.
+    """
+    names: dict[torch.dtype, str] = {}
+    for name, p in block.named_parameters():
+        if p.requires_grad and p not in ignored:
+            names.setdefault(p.dtype, name)
+    if len(names) > 1:
+        found = " and ".join(
+            [f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in names.items()]
+        )
+        raise ConfigurationError(
+            f"{type(block).__name__} has trainable parameters of {found}, and a block of a sharded model has "
+            "those of one dtype. Convert the model before fabric.setup, or name the classes of the layers "
+            'with another dtype in FSDPStrategy(auto_wrap_policy={...}), or write Fabric(strategy="ddp").'
+        )
 
 
 def _explain(error: RuntimeError, block: Module) -> None:
