@@ -222,9 +222,8 @@ class _FabricDataLoader(Loader):
 
             pairs = Prefetch(pairs, self._device, self._move, self._prefetches)
         if self._rank_group is not None and not adapter.per_rank and torch.is_grad_enabled():
-            pairs = self._rank_group.compared(
-                pairs, self._consistency_key, epoch
-            )  # outside of Prefetch, which requests one ahead
+            # Outside of Prefetch, which requests one ahead.
+            pairs = self._rank_group.compared(pairs, self._consistency_key, epoch)
         self.wait_seconds += time.perf_counter() - begin
         evaluates = not (self._chose_uneven or torch.is_grad_enabled())
         return self._received(pairs, iteration, evaluates)

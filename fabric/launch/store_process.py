@@ -56,8 +56,8 @@ def host_store(address: str, port: int, world_size: int, listen_fd: int, life_fd
     from torch.distributed import TCPStore
 
     store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd)
-    threading.Event().wait()
-    del store
+    threading.Event().wait()  # until the thread ends the process
+    del store  # it serves as long as the object exists
 
 
 def _exit_with(life_fd: int) -> None:
