@@ -133,6 +133,10 @@ class Checkpoints(Exchange):
             save()
         return None
 
+    def saves_one_file(self, path: PathLike) -> bool:
+        """Return whether a save to `path` without `format` writes one file, not a directory."""
+        return choose_format(self, path, None, None)[0] is None
+
     def _full_writer(
         self,
         path: PathLike,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.checkpoint.state import together
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import overridden
-from fabric.strategies.checkpoints import Checkpoints, choose_format
+from fabric.strategies.checkpoints import Checkpoints
 from fabric.utilities.cloud_io import join_path, list_directory, local_path
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -32,8 +32,7 @@ def save_latest(
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
     directory = local_path(directory) or directory  # absolute: the loop may change its working directory
     name = f"step-{step:08d}"
-    chosen, _ = choose_format(strategy, join_path(directory, name), None, None)
-    name += "" if chosen else ".pt"
+    name += ".pt" if strategy.saves_one_file(join_path(directory, name)) else ""
     path = join_path(directory, name)
     then = partial(remove_old, strategy.checkpoint_io, directory, keep, name)
     if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # with Lightning's signature
@@ -42,8 +41,7 @@ def save_latest(
             if strategy.is_global_zero:
                 then()
     else:
-        format = chosen.name if chosen else "full"
-        strategy.save_checkpoint(path, state, format=format, wait=wait, then=then, facts={"step": step})
+        strategy.save_checkpoint(path, state, wait=wait, then=then, facts={"step": step})
     return local_path(path) or path
 
 

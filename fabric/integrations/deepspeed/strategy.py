@@ -337,6 +337,10 @@ class DeepSpeedStrategy(DDPStrategy):
         checkpoints.save(self, path, state, self._exclude_frozen, facts, then, allow_pickle)
         return None
 
+    def saves_one_file(self, path: PathLike) -> bool:
+        """Return False: a save of an engine without `format` writes a directory."""
+        return False
+
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load `state_dict` into `module`; return torch's missing and unexpected keys. All ranks must call
         this.
