@@ -203,4 +203,22 @@ ReplicaCheck._is_shared = lambda self, module: False
 """,
         ("ddp", "zero1"),
     ),
+    "optimizers with lists of their own are refused": Mend(
+        """
+import fabric.strategies.zero1.joint as joint
+joint._own_tensors = lambda optimizer: []
+""",
+        ("zero1",),
+        "list of its own",
+        "lists",
+    ),
+    "threads that read loaders send no messages": Mend(
+        """
+from form_mends import rewrite
+from fabric.data.loader import _FabricDataLoader
+rewrite(_FabricDataLoader, "_consistency_key", "if threading.get_ident() == self._thread else None")
+""",
+        ("ddp", "zero1", "fsdp"),
+        kind="ahead",
+    ),
 }

@@ -257,6 +257,8 @@ for part in range($parts):
     fabric.backward(score($m(x, ways[(fabric.global_rank + part) % 2])))
 $o.step()
 """
+OWN_LIST = "$o = fabric.setup_optimizers(Slow($m.parameters(), lr=0.1))"
+AHEAD = ROWS_OF_LOADER.replace("in loader", "in ahead(loader)").replace("$loss", "score(out)")
 OWN = "torch.arange(len(out))"
 JOINED = (
     "(out - 1).square().mean().sqrt()",
@@ -402,6 +404,15 @@ FORMS = [
         refused=True,
         without=r"^(?!fsdp|zero2|hsdp)|unused",
         models=("branch",),
+    ),
+    Form("lists", STEP, once=OWN_LIST),
+    Form("ahead", AHEAD, {**SHUFFLED, "rows": ("48", "72")}, once=LOADER, loops=True),
+    Form(
+        "ahead",
+        ZIPPED.replace("zip(first, second)", "zip(ahead(first), ahead(second))"),
+        SHUFFLED,
+        once=LOADERS,
+        loops=True,
     ),
     Form("batches", ZIPPED, SHUFFLED, once=LOADERS, loops=True),
     Form("batches", SHORT, {**SHUFFLED, "rows": ("36", "60")}, once=LOADER, loops=True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from queue import Queue
+from threading import Thread
+
 import torch
 from oracle import ROWS, Plain, place
 from torch import nn
@@ -41,3 +44,37 @@ def compiled_step(fabric, step):
         return step
     torch._dynamo.reset()
     return torch.compile(step, backend="eager")
+
+
+class Slow(torch.optim.SGD):
+    """Every second step ends halfway to slow copies of the parameters, in a list of the optimizer's own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            held = [p for group in self.param_groups for p in group["params"]]
+            for p, slow in zip(held, self.slow, strict=False):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+
+
+def ahead(loader):
+    """The batches of a loader, which a thread reads ahead."""
+    batches = Queue(2)
+
+    def read():
+        for batch in loader:
+            batches.put(batch)
+        batches.put(None)
+
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    yield from iter(batches.get, None)
+    reader.join()

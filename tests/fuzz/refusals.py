@@ -31,6 +31,7 @@ OWED = [
     (r"no_grad\S* #\d+ with different data", "ranks of one model that evaluate other batches"),
     (r"must read the same data", "a stream that shares itself out among ranks of one model"),
     (r"LBFGS (joins|computes)", "LBFGS on split parameters or states"),
+    (r"or by a list of its own with an entry for each", "zero1: values of other parameters in a step"),
     (r"create_graph=True\)? (went through|is not supported)", "a graph of gradients where none can be"),
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
     (r"of a model in a pipeline: the graph of a loss has no path", "torch.autograd.grad in a pipeline"),
