@@ -79,7 +79,7 @@ def first_rank_env(
         ConfigurationError: `port` is no port number.
     """
     address = address if num_nodes > 1 else "127.0.0.1"
-    listener = None if node_rank else listen(address, port, all_interfaces=num_nodes > 1)
+    listener = None if node_rank else listen(address, port, one_interface=num_nodes > 1)
     if listener is not None:
         port = int(listener.getsockname()[1])
     # Launchers of several machines do not communicate, so each reads the secret from the environment.

@@ -95,9 +95,9 @@ def open_store(address: str, port: int, host: bool, timeout: timedelta, listen_f
         ) from error
 
 
-def reserve_port(address: str, port: int, all_interfaces: bool) -> int:
+def reserve_port(address: str, port: int, one_interface: bool) -> int:
     """Listen on a port for a later store and return the port; early clients wait. Raises as `listen`."""
-    listener = listen(address, port, all_interfaces)
+    listener = listen(address, port, one_interface)
     port = int(listener.getsockname()[1])
     _listening[os.getpid(), address, port] = listener
     return port
@@ -108,20 +108,22 @@ def register_listener(listener: socket.socket, address: str, port: int) -> None:
     _listening[os.getpid(), address, port] = listener
 
 
-def listen(address: str, port: int, all_interfaces: bool = False) -> socket.socket:
+def listen(address: str, port: int, one_interface: bool = False) -> socket.socket:
     """Return a socket that listens on `port` (0: the kernel chooses) of `address`.
 
     Args:
         address: The address by which ranks reach this machine.
         port: The port.
-        all_interfaces: Whether ranks of other machines connect. If none of this machine's interfaces has the
-            address (in a container it may be the host's), the socket listens on all of them.
+        one_interface: Whether to listen on the interface of `address` only; implied for a loopback address.
+            If none of this machine's interfaces has the address (in a container it may be the host's), the
+            socket listens on all of them.
 
     Raises:
         ConfigurationError: `port` is no port number.
         LaunchError: The port is taken.
     """
-    interface = _interface(address) if all_interfaces or address in (_LOOPBACK, "localhost") else ""
+    own = one_interface or address in (_LOOPBACK, "localhost")
+    interface = _interface(address) if own else ""
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
     wide = not interface and socket.has_dualstack_ipv6()

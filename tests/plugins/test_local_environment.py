@@ -109,14 +109,14 @@ def test_a_name_that_is_no_single_address_of_this_machine_is_listened_for_everyw
 ):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in resolved]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
-    with stores.listen("node7", 0, all_interfaces=True) as listener:
+    with stores.listen("node7", 0, one_interface=True) as listener:
         assert listener.getsockname()[0] == expected
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "own"])
 def test_several_machines_listen_on_the_main_address(address):
     given = own_address() if address == "own" else address
-    with stores.listen(given, 0, all_interfaces=True) as listener:
+    with stores.listen(given, 0, one_interface=True) as listener:
         assert listener.getsockname()[0] == (given if address == "own" else "127.0.0.1")
 
 

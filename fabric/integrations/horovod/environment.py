@@ -37,6 +37,6 @@ class HorovodEnvironment(ExternalEnvironment):
         if rank == 0:
             several = (self.num_nodes() or 1) > 1
             address = os.environ.get("MASTER_ADDR") or (socket.gethostname() if several else "127.0.0.1")
-            endpoint = address, reserve_port(address, 0, all_interfaces=several)
+            endpoint = address, reserve_port(address, 0, one_interface=several)
         address, port = load_horovod().broadcast_object(endpoint, 0, name="fabric.store")
         return prefix_store(address, port, rank == 0, timeout)

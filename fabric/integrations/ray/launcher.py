@@ -33,7 +33,7 @@ class RankActor:
 
     def listen(self, address: str) -> int:
         """Reserve and return the port for the store of all ranks."""
-        return reserve_port(address, 0, all_interfaces=True)
+        return reserve_port(address, 0, one_interface=True)
 
     def run(self, assignment: RankAssignment, call: tuple[Any, Callable[..., Any], Any, Any]) -> Any:
         """Set up the environment for `assignment`, and run the function, whose Fabric has this strategy."""
