@@ -35,6 +35,8 @@ MAX_CALLS = 64
 """Largest number of calls whose rows are recorded."""
 _MAX_MEANS = 64
 """Largest number of gradients of means that are recorded."""
+_PLAIN = (torch.Tensor, int, float, str, type(None))
+"""Values that contain no tensors but themselves."""
 
 
 class FirstSteps:
@@ -60,9 +62,10 @@ class FirstSteps:
         self.values: list[Any] = []
         """The first losses; None: no scalar."""
         self.outputs: set[int] = set()
-        """Numbers of the graph nodes of all outputs of recorded calls; empty: unknown."""
+        """Numbers of the graph nodes of all outputs of recorded calls."""
         self.hides_outputs = False
-        """Whether a call returned no tensor that is found, so that a loss of it may lead to no such node."""
+        """Whether a call returned an object, or was compiled, so that a loss of it may lead to no such node.
+        Outputs of frozen models have no node, and no loss leads to them."""
         self.rows = 0
         """Rows of a batch of a loader that was set up, as the inputs of the models have them; 0: unknown."""
         self.row_outputs: set[int] = set()
@@ -99,8 +102,9 @@ class FirstSteps:
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
         recording = self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES
         # One rank may run a backward that is of none of these models.
-        if recording and (self.hides_outputs or not self.outputs or reaches_any(roots, self._of_models())):
-            self.awaits_loss = not any([calls.sizes for calls in self.calls])
+        known = any([calls.sizes for calls in self.calls])
+        if recording and (self.hides_outputs or not known or reaches_any(roots, self._of_models())):
+            self.awaits_loss = not known
             self.losses.append(terms_of(roots[0].grad_fn) if is_loss else [])
             self.called.append(self.since)
             self.since = []
@@ -189,7 +193,7 @@ class FirstCalls:
         if self.rows is None:
             self.rows, self.dims = 0 if sharded_iterations else self.sizes[0], len(shape)
         plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | int | float | str | None)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
         known = not (sharded_iterations or others or in_function_transform())
         if known and len(self.digests) < NUM_CALLS and any([leaf.numel() > 1 for leaf in plain]):
             self.digests.append(digest_of(plain))
@@ -199,8 +203,10 @@ class FirstCalls:
         steps = self._steps()
         if steps is None or not steps.active:
             return
-        leaves = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
-        steps.hides_outputs |= not leaves
+        found = flatten(out)[0]
+        leaves = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+        if not leaves and not (found and all([isinstance(leaf, _PLAIN) for leaf in found])):
+            steps.hides_outputs = True
         # The loop may write into an output that is a view; the loss then leads to its base.
         nodes = [tensor.grad_fn for leaf in leaves for tensor in (leaf, base_of(leaf)) if tensor is not None]
         steps.outputs.update([node_number(node) for node in nodes if node is not None])
@@ -215,6 +221,8 @@ class FirstCalls:
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call of the model that was compiled after setup."""
         self.is_compiled = True
+        if (steps := self._steps()) is not None:
+            steps.hides_outputs = True
         if torch.is_grad_enabled():
             self.record(args, kwargs)
 

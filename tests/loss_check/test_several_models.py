@@ -217,3 +217,29 @@ def test_a_loss_beside_a_normalized_one_is_compared(ranks, weighted, first, comp
     one, other = ranks.run(warned_beside_normalized, weighted, first, compiled, world_size=2)
     assert [text.partition(" by")[0] for text in one] == ["The loss of a backward divides"] * weighted
     assert other == []
+
+
+def warned_of_weight_of_frozen_model():
+    """The warnings of a loop that learns the weight of a frozen model's loss, and another model."""
+    fabric = launched("ddp")
+    torch.manual_seed(0)
+    frozen, net = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3)
+    frozen = fabric.setup(frozen)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    weight = nn.Parameter(torch.ones(3))
+    tune = fabric.setup_optimizers(torch.optim.SGD([weight], lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            x = torch.randn(4, 4) + fabric.global_rank
+            fabric.backward(frozen(x).square().mean() * weight.sigmoid().mean())
+            tune.step()
+            tune.zero_grad()
+            fabric.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+def test_a_factor_of_a_loss_that_no_model_computes_is_not_compared(ranks):
+    assert ranks.run(warned_of_weight_of_frozen_model, world_size=2) == [[], []]
