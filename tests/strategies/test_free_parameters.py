@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,6 +132,31 @@ def grown(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_that_replace_others_in_the_groups(ranks, strategy, world_size):
     ranks.run(grown, strategy, world_size=world_size)
+
+
+def in_turn(strategy: str) -> None:
+    """New free parameters for each task. Those of the last one are gone, and their ids are used again."""
+    fabric = start(strategy)
+    held = [nn.Parameter(torch.ones(3).double()), nn.Parameter(torch.full((2,), 2.0).double())]
+    reused, mean = 0, batches(None)[0].mean()
+    for _ in range(6):
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(held, lr=0.1))
+        fabric.backward((held[0].sum() * held[1].sum() * batches(fabric)[0]).mean())
+        torch.testing.assert_close(held[0].grad, torch.full((3,), 4.0).double() * mean)
+        torch.testing.assert_close(held[1].grad, torch.full((2,), 3.0).double() * mean)
+        optimizer.zero_grad()
+        del optimizer
+        gc.collect()
+        values, ids = [p.detach().clone() for p in held], [*map(id, held)]
+        del held[1 - fabric.global_rank], held[0]  # freed in another order on each rank
+        held += map(nn.Parameter, values)
+        reused += {*ids} == {*map(id, held)}
+    assert all(fabric.all_gather_object(reused > 0))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_free_parameters_of_one_task_after_another(ranks, strategy):
+    ranks.run(in_turn, strategy, world_size=2)
 
 
 def scale_of(fabric: Fabric | None) -> torch.Tensor:
