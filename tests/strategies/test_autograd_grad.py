@@ -105,9 +105,14 @@ def of_shards(strategy, allow_unused):
         text = "called for the gradient of 0.weight, which is a shard: .* Write fabric.backward"
         with pytest.raises(UsageError, match=text):
             torch.autograd.grad(model(X).square().mean(), held, allow_unused=allow_unused)
+        with pytest.raises(UsageError, match=text):
+            fabric.backward(model(X).square().mean(), inputs=held)
     x = X.clone().requires_grad_()
+    fabric.backward(model(x).sum(), inputs=x)
+    assert all(p.grad is None for p in model.parameters())
     (slope,) = torch.autograd.grad(model(x).sum(), x)
     assert slope.abs().sum() > 0
+    assert torch.equal(x.grad, slope)
     fabric.backward(model(X).square().mean())
 
 

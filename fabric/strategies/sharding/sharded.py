@@ -101,8 +101,11 @@ class FSDP2Runtime(DTensorLayout):
 
         Raises:
             UsageError: The loss has a term of sharded parameters, or of a tensor that a module computed and
-                did not return.
+                did not return. `inputs` has a sharded parameter.
         """
+        if (inputs := kwargs.get("inputs")) is not None:
+            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            self.after_grad(inputs, [None for _ in inputs])  # torch would leave their p.grad as it is
         gates = self._gates()
         try:
             run(tensors, *args, **kwargs)
@@ -143,7 +146,8 @@ class FSDP2Runtime(DTensorLayout):
             gate.reduce_rest()
 
     def after_grad(self, inputs: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-        """Refuse the gradients of sharded parameters by `torch.autograd.grad`, which are None.
+        """Refuse the gradients of sharded parameters by `torch.autograd.grad`, which are None, and as
+        `inputs` of a backward.
 
         Raises:
             UsageError: The inputs have one.
@@ -153,9 +157,10 @@ class FSDP2Runtime(DTensorLayout):
             sharded = {id(shard) for shards in gate.shards.values() for _, _, shard in shards}
             for name in [n for n, p in model.named_parameters() if id(p) in sharded & without]:
                 raise UsageError(
-                    f"torch.autograd.grad was called for the gradient of {name}, which is a shard: the "
-                    "forward used a gathered copy of it, so it has no gradient in this graph. Write "
-                    'fabric.backward(loss), and read p.grad; or strategy="ddp" or "zero1".'
+                    "torch.autograd.grad, or backward(inputs=...), was called for the gradient of "
+                    f"{name}, which is a shard: the forward used a gathered copy of it, so it has no gradient "
+                    "in this graph. Write fabric.backward(loss), and read p.grad (requires_grad_(False) "
+                    'leaves a parameter out); or strategy="ddp" or "zero1".'
                 )
 
     def teardown(self) -> None:
