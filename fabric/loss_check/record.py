@@ -101,6 +101,9 @@ class FirstSteps:
         roots = [*tensors] if isinstance(tensors, list | tuple) else [tensors]
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
         recording = self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES
+        if (inputs := kwargs.get("inputs")) is not None:  # without parameters: no gradient is averaged
+            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            recording = recording and any([isinstance(one, torch.nn.Parameter) for one in inputs])
         # One rank may run a backward that is of none of these models.
         known = any([calls.sizes for calls in self.calls])
         if recording and (self.hides_outputs or not known or reaches_any(roots, self._of_models())):

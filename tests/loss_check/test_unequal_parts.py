@@ -223,6 +223,29 @@ def test_a_sum_over_items_is_said_once(ranks, how):
     assert others == []
 
 
+def attacked(inputs):
+    """What rank zero hears of a summed loss whose backward computes gradients of `inputs` only."""
+    fabric = launched()
+    model, optimizer = fabric.setup(m := nn.Linear(4, 1), torch.optim.SGD(m.parameters(), lr=0.1))
+    x = parts(fabric.global_rank, fabric.world_size)[:2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            attack = x.clone().requires_grad_()
+            chosen = [attack, *model.parameters()] if inputs == "all" else attack
+            fabric.backward(model(attack).square().sum(), inputs=chosen)
+            optimizer.zero_grad()
+            fabric.backward(model(x + 0.1 * attack.grad.sign()).square().mean())
+            optimizer.step()
+    return [str(w.message)[:47] for w in caught if w.category is RanksDifferWarning]
+
+
+def test_a_summed_loss_of_gradients_of_inputs_is_not_warned_of(ranks):
+    assert ranks.run(attacked, "x", world_size=2) == [[], []]
+    told = "The loss of the first backward is a sum over it"
+    assert ranks.run(attacked, "all", world_size=2) == [[told], []]
+
+
 def uneven_pairs():
     """Two calls for each loss; the second loss is of the last batch, which does not divide."""
     fabric = launched()
