@@ -387,6 +387,25 @@ def test_frozen_blocks(ranks, frozen, world_size):
     ranks.run(frozen_parts, frozen, world_size=world_size)
 
 
+def norm_beside_a_frozen_stage(precision):
+    """The norm of all gradients, on a rank whose stage has none and on one that has all."""
+    fabric = start(precision, num_microbatches=2, balance=[1, 1])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    model, stepper = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(4, 4).to(fabric.device)).double().square().mean())
+    norm = fabric.clip_gradients(model, stepper, max_norm=1.0)
+    assert norm.dtype == model.module[1].weight.dtype
+    first = fabric.broadcast(norm)
+    assert first.dtype == norm.dtype
+    assert torch.equal(first, norm)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-true"])
+def test_ranks_agree_about_a_norm_beside_a_frozen_stage(ranks, precision):
+    ranks.run(norm_beside_a_frozen_stage, precision, world_size=2)
+
+
 def on_one(precision):
     """Losses, weights and the output's dtype of the same loop on one process."""
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)

@@ -60,7 +60,8 @@ class PipelineStates(DTensorLayout):
         norm = norm_over_ranks(
             [(counted, [pipeline.collective.group])], norm_type, pipeline.transport.staging_device
         )
-        dtype = with_grad[0].grad.dtype if with_grad else torch.float32
+        # Of all stages, so that ranks agree: a frozen stage has no gradients.
+        dtype = next((p.dtype for p in parameters if p.requires_grad), torch.float32)
         return [p.grad for p in with_grad], norm.to(self.device, dtype)
 
     clip_value, local_gradients = Layout.clip_value, Layout.local_gradients
