@@ -151,6 +151,10 @@ class ReportedExit(SystemExit):
         value = super().__getattribute__(name)
         if name == "code" and sys._getframe().f_back is None:  # the interpreter reads it, at exit
             self._report_status(value)
+            if isinstance(value, int):
+                from fabric.launch.rank_exit import exit_reason
+
+                return exit_reason(value)[0]
         return value
 
 

@@ -70,7 +70,8 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
 
     It has the type, the first line of the message (two, if it ends in a colon) and the user's raising line.
     """
-    lines = str(error).strip().splitlines() or [""]
+    message = message_of(error)
+    lines = message.strip().splitlines() or [""]
     if lines[0].endswith(":"):
         lines[:2] = [" ".join(map(str.strip, lines[:2]))]
     frames = [
@@ -79,7 +80,7 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     text, location = (f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__), ""
     if worker := _LOADER_WORKER.match(lines[0]):  # torch quotes the traceback of a loader's worker
         text, location = lines[-1], f", in {worker[1]}"
-        frames += [(file, int(number)) for file, number in _QUOTED.findall(str(error))]
+        frames += [(file, int(number)) for file, number in _QUOTED.findall(message)]
     if isinstance(error, ValueError | RuntimeError):
         from fabric.core.advice import torch_advice
 
@@ -88,6 +89,14 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     text = f"{text} ({format_line(*user_frames[-1])}{location})" if user_frames else f"{text}{location}"
     rank = getattr(error, "fabric_raised_by", None)
     return text if rank is None else f"{text}, raised by rank {rank}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message; an error of the user's `__str__` must not replace the failure of the rank."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as Python's tracebacks have it
 
 
 def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | None, before: str) -> str:
@@ -224,7 +233,11 @@ def from_returncode(rank: int, returncode: int, when: float, functions: bool = F
 
 
 def exit_reason(status: Any) -> tuple[int, str]:
-    """Return the exit code and its text for an argument of `sys.exit`; any other type than int means 1."""
+    """Return the exit code and its text for an argument of `sys.exit`; any other type than int means 1.
+
+    The kernel keeps the last 8 bits of a code: 256 (a count of errors) would end a failed job with 0.
+    """
     if status is None or isinstance(status, int):
-        return int(status or 0), f"exit code {int(status or 0)}"
+        code = int(status or 0)
+        return code if code & 0xFF else int(code != 0), f"exit code {code}"
     return 1, f"exit code 1 ({str(status).strip().partition(chr(10))[0]})"

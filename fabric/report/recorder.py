@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.source import format_line, is_user_code
-from fabric.launch.rank_exit import describe, is_secondary_failure
+from fabric.launch.rank_exit import describe, is_secondary_failure, message_of
 from fabric.report.flops import FlopCounter, counts_flops
 from fabric.report.format import KINDS, pack_event, pack_step
 
@@ -131,7 +131,7 @@ class StepRecorder:
             self.event("end")
         else:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-            values = {"error": type(error).__name__, "text": str(error)[:4000]}
+            values = {"error": type(error).__name__, "text": message_of(error)[:4000]}
             if frames:
                 values["place"] = format_line(frames[-1].filename, frames[-1].lineno or 0)
             if error.__cause__ is not None:

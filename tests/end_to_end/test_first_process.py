@@ -141,6 +141,14 @@ def test_another_fabric_in_the_same_script(tmp_path):
             r"rank 1 .* exit code 1 \(no data\); rank 0 stopped",
         ),
         ("if fabric.global_rank: os._exit(7)\ntime.sleep(100)", 7, "rank 1 .* exit code 7; rank 0 stopped"),
+        ("if fabric.global_rank: sys.exit(256)\ntime.sleep(100)", 1, "rank 1 .* exit code 256; rank 0 stopped"),
+        ("if not fabric.global_rank: sys.exit(512)\ntime.sleep(100)", 1, "rank 0 .* exit code 512; rank 1"),
+        (
+            "class NoText(Exception):\n    def __str__(self): return 1 / 0\n"
+            "if fabric.global_rank: raise NoText()\ntime.sleep(100)",
+            1,
+            r"rank 1 .* NoText: <exception str\(\) failed> \(train.py:",
+        ),
     ],
     ids=[
         "exit of rank zero",
@@ -149,6 +157,9 @@ def test_another_fabric_in_the_same_script(tmp_path):
         "rank zero leaves",
         "text",
         "os._exit",
+        "a code whose last 8 bits are zero",
+        "such a code of rank zero",
+        "an exception without a text",
     ],
 )
 def test_the_exit_code_and_the_last_line_are_those_of_the_cause(tmp_path, body, code, last):
