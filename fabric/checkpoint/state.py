@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,15 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
+def _with_factories(target: Any, loaded: Any) -> Any:
+    """Return `loaded` with the `default_factory` of each defaultdict in `target`: a file has dictionaries."""
+    if not (isinstance(target, dict) and isinstance(loaded, dict)):
+        return loaded
+    for key in loaded.keys() & target.keys():
+        loaded[key] = _with_factories(target[key], loaded[key])
+    return defaultdict(target.default_factory, loaded) if isinstance(target, defaultdict) else loaded
+
+
 class _Load:
     """One load into the objects of a state, in place."""
 
@@ -247,7 +257,7 @@ class _Load:
             target.data.copy_(from_portable(value))
             return target
         if not _holds_stateful(target):
-            return from_portable(value)
+            return _with_factories(target, from_portable(value))
         if isinstance(target, dict):
             target.update(self.entries(target, value, name))
             return target

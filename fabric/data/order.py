@@ -11,7 +11,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from fabric.utilities.seed import derive_seed, host_states, loaded_numpy, set_rng_states
 
@@ -175,9 +181,13 @@ def seed_draws(seed: int) -> None:
 
 
 def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
-    """Return torch's, Python's and numpy's generators that are attributes of `holders`, without `exclude`."""
+    """Return torch's, Python's and numpy's generators that are attributes of `holders`, without `exclude`.
+
+    Also those of samplers that are attributes of `holders`: a user's sampler may wrap another one.
+    """
     generators: dict[int, Any] = {}
-    for holder in holders:
+    attributes = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    for holder in [*holders, *[value for value in attributes if isinstance(value, Sampler)]]:
         values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
         generators.update(
             {

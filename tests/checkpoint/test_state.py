@@ -159,6 +159,16 @@ def test_plain_data_are_replaced_in_state_and_the_rest_is_returned(fabric, path)
     assert rest == {"more": [1, (2,)]}
 
 
+def test_dictionaries_keep_the_default_factory_that_they_have_in_state(fabric, path):
+    numbers, lists = collections.defaultdict(int, a=1), collections.defaultdict(list, b=[2])
+    fabric.save(path, {"seen": numbers, "by": {"lists": lists}, "rest": 3})
+    state = {"seen": collections.defaultdict(int), "by": {"lists": collections.defaultdict(list)}}
+    assert fabric.load(path, state) == {"rest": 3}
+    state["seen"]["new"] += 1  # a plain dictionary raises KeyError, long after the resume
+    state["by"]["lists"]["new"].append(1)
+    assert state == {"seen": {"a": 1, "new": 1}, "by": {"lists": {"b": [2], "new": [1]}}}
+
+
 @pytest.mark.parametrize("state", [None, {}])
 def test_without_state_everything_is_returned(fabric, path, state):
     fabric.save(path, {"model": network(), "step": 3})

@@ -275,16 +275,31 @@ class Drawn(Sampler):
         return iter(torch.randperm(self.n, generator=self.generator).tolist())
 
 
+class Reversed(Sampler):
+    """Wraps a sampler that has the generator."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return reversed(list(self.inner))
+
+
 def of_a_generator(kind, workers):
     how = {"collate_fn": own_collate}
     if workers != "none":
         how |= {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": workers == "kept"}
     if kind == "drawn":
         return DataLoader(range(6), 2, sampler=Drawn(6), **how)
+    if kind == "wrapped":
+        return DataLoader(range(6), 2, sampler=Reversed(Drawn(6)), **how)
     return DataLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(5), **how)
 
 
-@pytest.mark.parametrize("kind", ["drawn", "given"])
+@pytest.mark.parametrize("kind", ["drawn", "wrapped", "given"])
 @pytest.mark.parametrize("workers", ["none", "new", "kept"])
 def test_an_order_of_a_generator_is_that_of_torch_and_goes_on_in_other_workers(fabric, kind, workers):
     """torch draws the seed of new workers from the generator; a sampler that draws at once draws once."""
@@ -294,7 +309,7 @@ def test_an_order_of_a_generator_is_that_of_torch_and_goes_on_in_other_workers(f
         for i, batch in enumerate(loader):
             seen.append(batch)
             states.append(((epoch, i + 1), loader.state_dict()))
-    plain = of_a_generator(kind, "none" if kind == "drawn" else workers)
+    plain = of_a_generator(kind, workers if kind == "given" else "none")
     assert seen == [batch for _ in range(3) for batch in plain]
     alive = fabric.setup_dataloaders(of_a_generator(kind, workers))
     list(alive)
