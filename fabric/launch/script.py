@@ -88,7 +88,8 @@ def original_command() -> tuple[list[str], str | None]:
             directory = start
     elif file and original[index : index + 1] == sys.argv[:1]:
         # The script may have changed its directory; the ranks must start in the original one.
-        script, absolute = sys.argv[0], str(Path(file).absolute())
+        archive = Path(file).parent  # of `python app.zip`, whose file is app.zip/__main__.py
+        script, absolute = sys.argv[0], str((archive if archive.is_file() else Path(file)).absolute())
         argv[1 + len(flags)] = absolute
         if not Path(script).is_absolute() and absolute.endswith(script.removeprefix("./")):
             directory = absolute[: -len(script.removeprefix("./"))] or None

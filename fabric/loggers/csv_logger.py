@@ -17,6 +17,7 @@ from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from typing import TextIO
 
     from fabric.core.types import PathLike
 
@@ -100,8 +101,10 @@ class _CSVRows:
         if not self.metrics:
             return
         path = self.metrics_file_path
-        old = read_text(path) if is_url(path) else _first_line(path)
-        columns = next(csv.reader(io.StringIO(old)), []) if old else []
+        columns = _columns(io.StringIO(read_text(path) or "", newline="")) if is_url(path) else []
+        if not is_url(path) and Path(path).exists():
+            with Path(path).open(newline="") as file:
+                columns = _columns(file)
         all_columns = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
         if columns == all_columns:
             append_text(path, _table(all_columns, self.metrics))
@@ -125,9 +128,6 @@ def _table(columns: list[str], rows: list[dict[str, Any]], header: bool = False)
     return text.getvalue()
 
 
-def _first_line(path: str) -> str:
-    try:
-        with Path(path).open(newline="") as file:
-            return file.readline()
-    except FileNotFoundError:
-        return ""
+def _columns(file: TextIO) -> list[str]:
+    """Return the names of a table's header, which has several lines if a name has a line break."""
+    return next(csv.reader(file), [])

@@ -141,7 +141,11 @@ def test_another_fabric_in_the_same_script(tmp_path):
             r"rank 1 .* exit code 1 \(no data\); rank 0 stopped",
         ),
         ("if fabric.global_rank: os._exit(7)\ntime.sleep(100)", 7, "rank 1 .* exit code 7; rank 0 stopped"),
-        ("if fabric.global_rank: sys.exit(256)\ntime.sleep(100)", 1, "rank 1 .* exit code 256; rank 0 stopped"),
+        (
+            "if fabric.global_rank: sys.exit(256)\ntime.sleep(100)",
+            1,
+            "rank 1 .* exit code 256; rank 0 stopped",
+        ),
         ("if not fabric.global_rank: sys.exit(512)\ntime.sleep(100)", 1, "rank 0 .* exit code 512; rank 1"),
         (
             "class NoText(Exception):\n    def __str__(self): return 1 / 0\n"

@@ -303,6 +303,18 @@ def test_the_command_is_run_again(monkeypatch, main, argv, original, expected):
     assert (command[1:], directory) == expected
 
 
+def test_an_application_in_a_zip_file_is_run_again(monkeypatch, tmp_path):
+    (tmp_path / "app.zip").touch()
+    monkeypatch.chdir(tmp_path)
+    main = SimpleNamespace(
+        __spec__=SimpleNamespace(origin="app.zip/__main__.py"), __file__="app.zip/__main__.py"
+    )
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["app.zip", "run"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "app.zip", "run"])
+    assert original_command() == ([sys.executable, str(tmp_path / "app.zip"), "run"], f"{tmp_path}/")
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_the_other_ranks_are_measured_by_coverage_too(monkeypatch, capsys, tmp_path, parallel):
     (tmp_path / "m.py").touch()

@@ -79,6 +79,15 @@ def test_columns_may_grow_and_old_rows_stay(root):
     ]
 
 
+def test_a_name_with_a_line_break_is_a_column(root):
+    logger = CSVLogger(root, flush_logs_every_n_steps=1)
+    logger.log_metrics({'loss, of "a"\nand b': 1}, step=0)
+    logger.log_metrics({"c": 2}, step=1)
+    logger.log_metrics({"c": 3}, step=2)
+    assert [row["c"] for row in rows(logger)] == ["", "2", "3"]
+    assert rows(logger)[0]['loss, of "a"\nand b'] == "1"
+
+
 def test_flushes_by_itself(root):
     logger = CSVLogger(root, flush_logs_every_n_steps=2)
     counts = []
