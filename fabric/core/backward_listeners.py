@@ -74,6 +74,9 @@ def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
             for listener in list(_backward_listeners.values()):
                 listener.after_nested_pass()
             return
+        inputs = kwargs.get("inputs")
+        if inputs is not None and not isinstance(inputs, torch.Tensor | list | tuple):
+            kwargs["inputs"] = tuple(inputs)  # torch takes iterators, and listeners read them, too
         run = backward
         for listener in list(_backward_listeners.values()):
             run = functools.partial(listener.around_pass, run)

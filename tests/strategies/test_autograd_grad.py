@@ -106,7 +106,7 @@ def of_shards(strategy, allow_unused):
         with pytest.raises(UsageError, match=text):
             torch.autograd.grad(model(X).square().mean(), held, allow_unused=allow_unused)
         with pytest.raises(UsageError, match=text):
-            fabric.backward(model(X).square().mean(), inputs=held)
+            fabric.backward(model(X).square().mean(), inputs=iter(held))
     x = X.clone().requires_grad_()
     fabric.backward(model(x).sum(), inputs=x)
     assert all(p.grad is None for p in model.parameters())

@@ -158,9 +158,9 @@ class FSDP2Runtime(DTensorLayout):
             for name in [n for n, p in model.named_parameters() if id(p) in sharded & without]:
                 raise UsageError(
                     "torch.autograd.grad, or backward(inputs=...), was called for the gradient of "
-                    f"{name}, which is a shard: the forward used a gathered copy of it, so it has no gradient "
-                    "in this graph. Write fabric.backward(loss), and read p.grad (requires_grad_(False) "
-                    'leaves a parameter out); or strategy="ddp" or "zero1".'
+                    f"{name}, which is a shard: the forward used a gathered copy of it, so it has no "
+                    "gradient in this graph. Write fabric.backward(loss), and read p.grad "
+                    '(requires_grad_(False) leaves a parameter out); or strategy="ddp" or "zero1".'
                 )
 
     def teardown(self) -> None:
