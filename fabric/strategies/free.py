@@ -74,7 +74,7 @@ class FreeParameters:
 
     def _register(self, new: Iterable[Tensor]) -> None:
         for p in new:
-            self._refs.pop(id(p), None)  # of a parameter that is gone: its place would differ between ranks
+            self._refs.pop(id(p), None)  # a freed parameter's: its place in the order differs between ranks
             self._refs[id(p)], self._numbers[id(p)] = weakref.ref(p), self._count
             self._count += 1
 
