@@ -338,7 +338,7 @@ class DeepSpeedStrategy(DDPStrategy):
         return None
 
     def saves_one_file(self, path: PathLike) -> bool:
-        """Return False: a save of an engine without `format` writes a directory."""
+        """Return False for any `path`: a save of an engine without `format` writes a directory."""
         return False
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
