@@ -204,6 +204,13 @@ def test_missing_ranks_are_named():
         await_ranks(store, 0, 3, SECOND)
 
 
+def test_variables_that_a_launcher_may_have_left_are_named(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    store = LocalEnvironment().make_store(0, 2, SECOND)
+    with pytest.raises(LaunchError, match=r" Set here: LOCAL_RANK=0\. Unset what no launcher has set\.$"):
+        await_ranks(store, 0, 2, SECOND)
+
+
 def test_rank_zero_says_early_who_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(meeting, "_NOTICE_AFTER", SECOND / 10)
     store = LocalEnvironment().make_store(0, 2, SECOND)

@@ -84,8 +84,11 @@ def missing_ranks_text(
         )
     names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
     stale = ""
-    if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")) and "RANK" in os.environ:
-        stale = f" RANK=0 and WORLD_SIZE={world_size} are set here. Unset them if no launcher has set them."
+    if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")):
+        # Each of them means that a launcher has started all ranks.
+        left = [f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK") if name in os.environ]
+        if left:
+            stale = f" Set here: {', '.join(left)}. Unset what no launcher has set."
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
         f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
