@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, UsageError
+from fabric.plugins.precision import DoublePrecision
 from fabric.strategies import PipelineStrategy
 
 ROWS, STEPS = 8, 4
@@ -91,12 +92,13 @@ def loss_of(out, target):
     return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
-def start(precision=None, devices=None, **settings):
+def start(precision=None, devices=None, plugins=None, **settings):
     fabric = Fabric(
         accelerator=ACCELERATOR,
         devices=devices or dist.get_world_size(),
         strategy=PipelineStrategy(**settings),
         precision=precision,
+        plugins=plugins,
     )
     fabric.launch()
     return fabric
@@ -429,6 +431,29 @@ def mixed(precision, step, losses, weights, dtype):
 def test_precisions(ranks, precision, step):
     (expected,) = ranks.run(on_one, precision, world_size=1, group=False)
     ranks.run(mixed, precision, step, *expected, world_size=2)
+
+
+PRECISIONS = {"double": {"plugins": DoublePrecision(output_dtype=torch.float64)}}
+
+
+def dtypes_of_losses(precision):
+    """The dtypes of the output and of a new tensor in `loss_fn`, and those around a forward."""
+    fabric = start(num_microbatches=2, **PRECISIONS.get(precision, {"precision": precision}))
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    x, found = torch.randn(4, 4), set()
+
+    def loss(out, y):
+        found.add((out.dtype, torch.ones(1).dtype))
+        return out.square().mean()
+
+    model.pipeline_step(x, x, loss)
+    assert found in ({(model(x).dtype, torch.ones(1).dtype)}, set())  # the last stage computes it
+    return len(found)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed", "double"])
+def test_a_loss_of_pipeline_step_gets_what_a_loop_would_give_it(ranks, precision):
+    assert ranks.run(dtypes_of_losses, precision, world_size=2) == [0, 1]
 
 
 def dropout_run(seed, step, checkpoint="except_last"):

@@ -13,7 +13,7 @@ from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
-from fabric.precision.dtypes import CastTo
+from fabric.precision.precision import DefaultDtype
 from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import MicrobatchArgs
 from fabric.strategies.input_check import InputConsistencyCheck
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.core.precision import DtypePolicy
+    from fabric.precision.precision import Precision
     from fabric.strategies.pipeline.run import Runner
     from fabric.strategies.pipeline.states import TiedParameter
 
@@ -44,7 +44,7 @@ class PipelinedModule:
         runner: This rank's stage and its links.
         tied: The parameters that this stage shares with others.
         count: Maximum number of micro-batches.
-        policy: Dtypes of the precision.
+        precision: The precision of the strategy.
         backward_ended: Called with this object when a backward has ended on all stages.
     """
 
@@ -55,14 +55,15 @@ class PipelinedModule:
         runner: Runner,
         tied: list[TiedParameter],
         count: int,
-        policy: DtypePolicy,
+        precision: Precision,
         backward_ended: Callable[[PipelinedModule], None],
     ) -> None:
         self.runner, self.tied, self.count = runner, tied, count
         self.module, self.name = weakref.ref(module), type(module).__name__
         self.blocks = find_blocks(module)
         self.buffers = SyncedBuffers(module)
-        self.policy, self.backward_ended = policy, backward_ended
+        self.precision, self.backward_ended = precision, backward_ended
+        self._default_dtype = torch.get_default_dtype()
         self.synchronised_in = -1
         """Id of the last backward pass at whose end ranks synchronise."""
         self._forwards = 0
@@ -79,7 +80,7 @@ class PipelinedModule:
         batches = MicrobatchArgs(args, kwargs, self.count, _UNIT)
         if not self._tried and self.count > 1 and sum(batches.sizes) > 1 and len(batches) > 1:
             self._tried = True
-            try_row_independence(self.name, self.runner, batches, self.policy.compute)
+            try_row_independence(self.name, self.runner, batches, self.precision.policy.compute)
         calls = list(batches)
         state = PassState([map_tree(_detached_leaf, call) for call in calls], number=self._forwards)
         runner = self.runner
@@ -196,9 +197,10 @@ class PipelinedModule:
 
         def loss(index: int, out: Any) -> Tensor:
             needs_grad = bool(differentiable(out))
-            with torch.autocast(self.runner.channel.transport.device.type, enabled=False):
-                cast = out if self.policy.output is None else CastTo(self.policy.output)(out)
-                value = loss_fn(cast, calls[index][0][1])
+            device = self.runner.channel.transport.device.type
+            # As in a loop, where the loss is outside of the forward.
+            with torch.autocast(device, enabled=False), DefaultDtype(self._default_dtype):
+                value = loss_fn(self.precision.convert_output(out), calls[index][0][1])
             return _validate_loss(value, needs_grad) * weights[index]
 
         state = PassState([((args[0],), named) for args, named in calls], loss)

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
+    from fabric.precision.precision import Precision
     from fabric.strategies.pipeline.cut import Blocks, SharedTensor
     from fabric.strategies.pipeline.run import P2PGroups
 
@@ -122,7 +122,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         """Create the mesh and the process groups. All ranks must call this."""
         super().join(strategy)
         topology = strategy.topology
-        self.device, self.policy = topology.device, strategy.precision.policy
+        self.device, self.precision = topology.device, strategy.precision
         self._remove_step_listener = self._remove_step_listener or add_step_listener(self)
         add_backward_listener(self)
         stages = self.stages_of(topology.world_size)
@@ -174,7 +174,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
             runner,
             self._tie_parameters(module, shared, runner),
             count,
-            cast("DtypePolicy", self.policy),
+            cast("Precision", self.precision),
             self._backward_ended,
         )
         # Methods of the model may call self(x).
