@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.core._torch import after_grads, backward_pass, before_clips
@@ -74,9 +75,9 @@ def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
             for listener in list(_backward_listeners.values()):
                 listener.after_nested_pass()
             return
-        inputs = kwargs.get("inputs")
-        if inputs is not None and not isinstance(inputs, torch.Tensor | list | tuple):
-            kwargs["inputs"] = tuple(inputs)  # torch takes iterators, and listeners read them, too
+        if (inputs := kwargs.get("inputs")) is not None:  # a tuple for listeners, as torch makes of it
+            one = isinstance(inputs, torch.Tensor | GradientEdge)
+            kwargs["inputs"] = (inputs,) if one else tuple(inputs)
         run = backward
         for listener in list(_backward_listeners.values()):
             run = functools.partial(listener.around_pass, run)

@@ -183,12 +183,17 @@ def seed_draws(seed: int) -> None:
 def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
     """Return torch's, Python's and numpy's generators that are attributes of `holders`, without `exclude`.
 
-    Also those of samplers that are attributes of `holders`: a user's sampler may wrap another one.
+    Also those of samplers that are attributes of `holders`, or of these samplers: samplers wrap others.
     """
     generators: dict[int, Any] = {}
-    attributes = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    for holder in [*holders, *[value for value in attributes if isinstance(value, Sampler)]]:
+    found = {id(holder): holder for holder in holders}
+    waiting = list(found.values())
+    while waiting:
+        holder = waiting.pop(0)
         values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
+        wrapped = [value for value in values if isinstance(value, Sampler) and id(value) not in found]
+        found.update({id(value): value for value in wrapped})
+        waiting += wrapped
         generators.update(
             {
                 id(value): value

@@ -17,7 +17,6 @@ from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from typing import TextIO
 
     from fabric.core.types import PathLike
 
@@ -101,10 +100,7 @@ class _CSVRows:
         if not self.metrics:
             return
         path = self.metrics_file_path
-        columns = _columns(io.StringIO(read_text(path) or "", newline="")) if is_url(path) else []
-        if not is_url(path) and Path(path).exists():
-            with Path(path).open(newline="") as file:
-                columns = _columns(file)
+        columns = _columns(path)
         all_columns = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
         if columns == all_columns:
             append_text(path, _table(all_columns, self.metrics))
@@ -128,6 +124,14 @@ def _table(columns: list[str], rows: list[dict[str, Any]], header: bool = False)
     return text.getvalue()
 
 
-def _columns(file: TextIO) -> list[str]:
-    """Return the names of a table's header, which has several lines if a name has a line break."""
-    return next(csv.reader(file), [])
+def _columns(path: str) -> list[str]:
+    """Return the names of a table's header, which has several lines if a name has a line break; none
+    without a file.
+    """
+    if is_url(path):
+        return next(csv.reader(io.StringIO(read_text(path) or "", newline="")), [])
+    try:
+        with Path(path).open(newline="") as file:
+            return next(csv.reader(file), [])
+    except FileNotFoundError:
+        return []

@@ -102,7 +102,6 @@ class FirstSteps:
         is_loss = len(roots) == 1 and isinstance(roots[0], torch.Tensor) and not roots[0].dim()
         recording = self.active and self.awaits_loss and len(self.losses) < NUM_CALLS * MAX_LOSSES
         if (inputs := kwargs.get("inputs")) is not None:  # without parameters: no gradient is averaged
-            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             recording = recording and any([isinstance(one, torch.nn.Parameter) for one in inputs])
         # One rank may run a backward that is of none of these models.
         known = any([calls.sizes for calls in self.calls])

@@ -295,7 +295,7 @@ def of_a_generator(kind, workers):
     if kind == "drawn":
         return DataLoader(range(6), 2, sampler=Drawn(6), **how)
     if kind == "wrapped":
-        return DataLoader(range(6), 2, sampler=Reversed(Drawn(6)), **how)
+        return DataLoader(range(6), 2, sampler=Reversed(Reversed(Drawn(6))), **how)
     return DataLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(5), **how)
 
 

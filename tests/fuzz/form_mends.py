@@ -209,8 +209,7 @@ import fabric.strategies.zero1.joint as joint
 joint._own_tensors = lambda optimizer: []
 """,
         ("zero1",),
-        "list of its own",
-        "lists",
+        kind="lists",
     ),
     "threads that read loaders send no messages": Mend(
         """

@@ -224,7 +224,7 @@ def test_a_sum_over_items_is_said_once(ranks, how):
 
 
 def attacked(inputs):
-    """What rank zero hears of a summed loss whose backward computes gradients of `inputs` only."""
+    """The warnings of a loop with a summed loss whose backward computes gradients of `inputs` only."""
     fabric = launched()
     model, optimizer = fabric.setup(m := nn.Linear(4, 1), torch.optim.SGD(m.parameters(), lr=0.1))
     x = parts(fabric.global_rank, fabric.world_size)[:2]
@@ -242,8 +242,8 @@ def attacked(inputs):
 
 def test_a_summed_loss_of_gradients_of_inputs_is_not_warned_of(ranks):
     assert ranks.run(attacked, "x", world_size=2) == [[], []]
-    told = "The loss of the first backward is a sum over it"
-    assert ranks.run(attacked, "all", world_size=2) == [[told], []]
+    warning = "The loss of the first backward is a sum over it"
+    assert ranks.run(attacked, "all", world_size=2) == [[warning], []]
 
 
 def uneven_pairs():

@@ -135,7 +135,7 @@ def test_parameters_that_replace_others_in_the_groups(ranks, strategy, world_siz
 
 
 def in_turn(strategy: str) -> None:
-    """New free parameters for each task. Those of the last one are gone, and their ids are used again."""
+    """New free parameters for each task. Those of the last one were freed, and their ids are used again."""
     fabric = start(strategy)
     held = [nn.Parameter(torch.ones(3).double()), nn.Parameter(torch.full((2,), 2.0).double())]
     reused, mean = 0, batches(None)[0].mean()

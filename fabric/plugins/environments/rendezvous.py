@@ -88,7 +88,7 @@ def missing_ranks_text(
         # Each of them means that a launcher has started all ranks.
         left = [f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK") if name in os.environ]
         if left:
-            stale = f" Set here: {', '.join(left)}. Unset what no launcher has set."
+            stale = f" The environment has {', '.join(left)}. Unset what no launcher has set."
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
         f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "

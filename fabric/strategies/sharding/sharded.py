@@ -104,7 +104,6 @@ class FSDP2Runtime(DTensorLayout):
                 did not return. `inputs` has a sharded parameter.
         """
         if (inputs := kwargs.get("inputs")) is not None:
-            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
             self.after_grad(inputs, [None for _ in inputs])  # torch would leave their p.grad as it is
         gates = self._gates()
         try:
