@@ -67,6 +67,7 @@ def lives_of(program: str, folder: Path, processes: int = 2, warm: WarmPython | 
     by_hand = re.search("init_process_group|Accelerator|deepspeed.init", program)
     launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if by_hand else []
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ["PYTHONUNBUFFERED"] = "1"  # a rank that is aborted at its exit has printed its lines
     environ.pop("FABRIC_PREFIX_RANKS", None)  # see conftest.py: pages show what a user sees
     settings = {"cwd": folder, "env": environ}
     script, printed = folder / "train.py", ""
@@ -77,6 +78,7 @@ def lives_of(program: str, folder: Path, processes: int = 2, warm: WarmPython | 
         else:
             command = [sys.executable, *launcher, script.name]
             done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
-        assert done.returncode == 0, done.stderr
+        aborted_at_exit = by_hand and "terminate called without an active exception" in done.stderr
+        assert done.returncode == 0 or aborted_at_exit, done.stderr  # pytorch#190489
         printed += done.stdout
     return [float(number) for number in re.findall(r"\d+\.\d+", printed)]

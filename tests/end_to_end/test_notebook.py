@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import nbclient
 import nbformat
 import pytest
 import torch
+from traitlets.config import Config
 
 pytestmark = pytest.mark.slow
 CELL_S = 120
@@ -36,9 +38,11 @@ def launch(function, *args, strategy="ddp_notebook", **kwargs):
 class Notebook:
     """A notebook with a kernel of its own: `run(source)` appends a cell and executes it."""
 
-    def __init__(self):
+    def __init__(self, sockets):
+        """`sockets`: the folder of its sockets (a free port can be taken before the kernel starts)."""
+        config = Config(ConnectionFileMixin={"transport": "ipc", "ip": f"{sockets}/kernel"})
         self.notebook = nbformat.v4.new_notebook()
-        self.client = nbclient.NotebookClient(self.notebook, timeout=CELL_S, allow_errors=True)
+        self.client = nbclient.NotebookClient(self.notebook, timeout=CELL_S, allow_errors=True, config=config)
 
     async def run(self, source):
         """The cell's outputs: `stdout` and `stderr` (joined), `result`, `error`, `trace`."""
@@ -85,7 +89,8 @@ def kernel(folder, **env):
     places = {
         name: str(folder / name) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
     }
-    loop, notebook = asyncio.new_event_loop(), Notebook()
+    sockets = tempfile.TemporaryDirectory()  # not in `folder`: names of sockets have 107 characters
+    loop, notebook = asyncio.new_event_loop(), Notebook(sockets.name)
     tell = lambda story: loop.run_until_complete(story(notebook))  # noqa: E731
 
     async def begin(notebook):
@@ -104,6 +109,7 @@ def kernel(folder, **env):
         loop.run_until_complete(running.__aexit__(None, None, None))
     finally:
         loop.close()
+        sockets.cleanup()
 
 
 @pytest.fixture
