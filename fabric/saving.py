@@ -101,7 +101,8 @@ class CheckpointVerbs(RankFacts):
             FileNotFoundError: There is no such file or directory.
             DamagedCheckpointError: A file of it is missing, was changed, or is not a checkpoint.
             KeyError: With `strict`, it lacks a name of `state`.
-            UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
+            UsageError: It does not fit `state`, holds objects that `weights_only` refuses, or is another
+                checkpoint on some ranks and would be joined with the others into sharded objects.
         """
         self._require_launch("load()")
         if state is not None:

@@ -70,21 +70,27 @@ def split_content(strategy: Any, state: Any) -> str:
     """Return a description of the content of `state` that is sharded; it must be equal on all ranks.
 
     Saving it needs communication. "" if the layout shards no optimizers."""
-    traits = strategy.traits
-    if not traits.splits_optimizers:
+    if not strategy.traits.splits_optimizers:
         return ""
     leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
-    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
-    objects = [name_of(module) for module in modules if traits.splits_parameters]
-    for leaf in leaves:
-        if isinstance(leaf, torch.optim.Optimizer):
-            owners = names_of_owners(parameters_of(leaf), strategy.modules)
-            objects.append(f"{type(leaf).__name__} of {owners}")
+    objects = split_objects(strategy, leaves)
     parts = sum([_is_part(leaf) for leaf in leaves])
     return (
         "".join([f"{one}; " for one in objects])
         + f"{len(objects)} models and optimizers, {parts} split tensors"
     )
+
+
+def split_objects(strategy: Any, leaves: list[Any]) -> list[str]:
+    """Return the names of the models and optimizers that are sharded."""
+    traits = strategy.traits
+    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+    objects = [name_of(module) for module in modules if traits.splits_parameters]
+    for leaf in leaves:
+        if isinstance(leaf, torch.optim.Optimizer) and traits.splits_optimizers:
+            owners = names_of_owners(parameters_of(leaf), strategy.modules)
+            objects.append(f"{type(leaf).__name__} of {owners}")
+    return objects
 
 
 def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict: bool) -> dict[str, Any]:

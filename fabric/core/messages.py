@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+_SPANS = 16
 
 
 def print_line(text: str) -> None:
@@ -22,3 +28,26 @@ def kind_of(value: Any) -> str:
 def show(value: Any) -> str:
     """Return a number, text or None as it is written, and the class of anything else."""
     return f"{value!r:.60}" if value is None or isinstance(value, Real | str) else kind_of(value)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `0, 2-3` for ranks 0, 2 and 3; of more than 16 spans the first 16, and the number of ranks."""
+    ordered = sorted(set(ranks))
+    spans = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])
+    ]
+    text = ", ".join([f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans[:_SPANS]])
+    return text if len(spans) <= _SPANS else f"{text}, ... ({len(ordered)})"
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return `rank 3` or `ranks 0, 2-3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+
+
+def by_value(values: Mapping[int, Any]) -> str:
+    """Return `0, 2-3: 0.1 | 1: 0.05`: the ranks that share each value."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(str(value), []).append(rank)
+    return " | ".join([f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items()])

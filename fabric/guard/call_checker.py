@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.job_secret import VARIABLE
+from fabric.core.messages import name_ranks
 from fabric.core.source import user_line
 from fabric.guard._torch import group_timeout
 from fabric.guard.control_connections import (
@@ -377,13 +378,14 @@ class CallChecker:
         except Exception:  # the rank that hosted the store exited
             pass
         ended = {rank for rank, one in statuses.items() if one.verb in (EXITED, SILENT)} | {lost}
-        ended_members = [str(rank) for rank in self.members if rank in ended]
-        others = [str(rank) for rank in sorted(missing - {detector.rank})]
+        ended_members = [rank for rank in self.members if rank in ended]
+        others = missing - {detector.rank}
         text = f"{call.verb} at {user_line()} failed on rank {detector.rank}: "
         if ended_members:
-            text += f"rank {', '.join(ended_members)} ended, or does not answer ({reason})."
+            verb = "do" if len(ended_members) > 1 else "does"
+            text += f"{name_ranks(ended_members)} ended, or {verb} not answer ({reason})."
         else:
-            who = f"rank {', '.join(others)}" if others else "a rank of the group"
+            who = name_ranks(others) if others else "a rank of the group"
             text += f"{who} ended, or did not join within {self.timeout.total_seconds():.0f} s ({reason})."
         shown = [one for one in statuses.values() if one.verb or detector.collect_statuses]
         return f"{text}\nWhere the ranks are:\n{status_table(shown)}" if shown else text

@@ -29,6 +29,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.job_secret import secret_of
+from fabric.core.messages import ranks_text
 from fabric.guard._torch import flight_record, group_names
 from fabric.guard.job_store import JobStore
 from fabric.guard.messages import RankReport
@@ -242,9 +243,9 @@ class DeadlockDetector:
         again = self.read_statuses(ranks, store)  # equal twice: they waited at the same time
         if any([rank not in again or again[rank][:-1] != statuses[rank][:-1] for rank in ranks]):
             return False
-        from fabric.guard.mismatch import as_spans, mismatch_text
+        from fabric.guard.mismatch import mismatch_text
 
-        spans = {group: as_spans(one) for group, one in members.items()}
+        spans = {group: ranks_text(one) for group, one in members.items()}
         rows = [statuses[rank].row(spans.get(statuses[rank].group, "")) for rank in sorted(ranks)]
         text = (
             f"{mismatch_text(rows)}\nThese ranks wait for each other in different groups: each waits for a "

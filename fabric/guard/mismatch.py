@@ -6,14 +6,14 @@ Pure functions, imported only after an error: by `call_checker.py`, `deadlocks.p
 from __future__ import annotations
 
 import re
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, NO_GRADIENT, REFUSED
+from fabric.core.messages import ranks_text
 from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 MODEL = re.compile(r"model \d+ \(")
 """Prefix of the name of a model after setup, in a verb or in the description of its data."""
@@ -39,7 +39,9 @@ def mismatch_text(rows: Sequence[RankReport]) -> str:
     all_rows, refusing = rows, [row for row in rows if row.what.startswith(REFUSED)]
     rows = [*{row[1:]: row for row in rows}.values()]
     if refusing:
-        head = f"Rank {as_spans([row.rank for row in refusing])} refused the arguments of {refusing[0].verb}"
+        head = (
+            f"Rank {ranks_text([row.rank for row in refusing])} refused the arguments of {refusing[0].verb}"
+        )
         remedy = "Call it on all ranks with arguments that every rank accepts."
     elif len({row.verb for row in rows}) == 1:
         head = f"Ranks called {rows[0].verb} with different data"
@@ -94,15 +96,8 @@ def mismatch_table(rows: Sequence[RankReport]) -> str:
     cells = [("rank", "call", "data", "at")]
     whats = _cut_to_difference([what for (_, what, _), _ in rare_first])
     for ((verb, _, where), ranks), what in zip(rare_first, whats, strict=True):
-        cells.append((as_spans(ranks), verb, what, where))
+        cells.append((ranks_text(ranks), verb, what, where))
     return align_columns(cells)
-
-
-def as_spans(ranks: Iterable[int]) -> str:
-    """Return the sorted ranks as spans: `0-699, 701-1023`."""
-    runs = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
-    spans = [[str(rank) for _, rank in run] for _, run in runs]
-    return ", ".join([f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(span) for span in spans])
 
 
 def align_columns(cells: Sequence[tuple[str, ...]]) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabric.core.messages import by_value
 from fabric.replicas.digest import WRITES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from fabric.replicas.digest import ComparedTensor
 
@@ -38,25 +39,6 @@ class Distance(NamedTuple):
     """The first element that differs, in row-major order."""
     values: dict[int, Any]
     """That element on each rank that has the tensor."""
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return `0, 2-3` for ranks 0, 2 and 3."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join([f"{first}" if first == last else f"{first}-{last}" for first, last in runs])
-
-
-def by_value(values: dict[int, Any]) -> str:
-    """Return `0, 2-3: 0.1 | 1: 0.05`: the ranks that share each value."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(str(value), []).append(rank)
-    return " | ".join([f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items()])
 
 
 def fact_text(rows: Sequence[dict[str, Any]], on_all_ranks: Collection[int]) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.messages import by_value
 from fabric.strategies.tensor_sync import broadcast_from_group_root, differing
 from fabric.utilities.init import RANK_LOCAL
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -76,15 +77,12 @@ def check_buffers(model: Module, gather: Callable[[Any], list[Any]]) -> None:
     slots = [(path, is_rank_local(module, name), buffer) for path, module, name, buffer in _slots(model)]
     gathered = gather({path: "rank_local" if local else describe_tensor(b) for path, local, b in slots})
     for path in sorted(set().union(*gathered)):
-        ranks: dict[str, list[str]] = {}
-        for rank, texts in enumerate(gathered):
-            ranks.setdefault(texts.get(path, "missing"), []).append(str(rank))
-        if len(ranks) > 1:
-            values = " | ".join([f"{', '.join(same)}: {text}" for text, same in ranks.items()])
+        texts = {rank: row.get(path, "missing") for rank, row in enumerate(gathered)}
+        if len(set(texts.values())) > 1:
             raise UsageError(
-                f"Buffer {path} of {type(model).__name__} differs between ranks ({values}). Rank zero's "
-                "values are broadcast, so shapes must be equal. Register it with the same shape on all "
-                f'ranks, or exclude it from the broadcast: fabric.setup(model, rank_local=("{path}",)).'
+                f"Buffer {path} of {type(model).__name__} differs between ranks ({by_value(texts)}). Rank "
+                "zero's values are broadcast, so shapes must be equal. Register it with the same shape on "
+                f'all ranks, or exclude it from the broadcast: fabric.setup(model, rank_local=("{path}",)).'
             )
 
 

@@ -240,7 +240,7 @@ class Checkpoints(Exchange):
         locations = self._gather_all(
             (self.topology.node_rank, str(local_path(found) or ""), directory is not None)
         )
-        with self._verified(locations, doing) as ranges:
+        with self._verified(locations, found, state) as ranges:
             if directory is not None and verify is not False:
                 ranges += directory[0].load().sealed(directory[1])
             elif directory is None and ours:
@@ -262,36 +262,39 @@ class Checkpoints(Exchange):
                 checkpoint.close()
 
     @contextmanager
-    def _verified(self, locations: list[Any], doing: str) -> Iterator[list[Sealed]]:
+    def _verified(self, locations: list[Any], path: PathLike, state: Any) -> Iterator[list[Sealed]]:
         """Verify the ranges of files that the context adds to the list. All ranks must call this.
 
         Ranks of one host that read the same files digest a part each, and all of them compare.
 
         Args:
             locations: Host and path of each rank.
-            doing: Name of the operation, for errors.
+            path: The path of this rank.
+            state: What is loaded.
 
         Raises:
             DamagedCheckpointError: A file was changed: on all ranks that read it.
+            UsageError: Ranks read different checkpoints into sharded objects.
         """
         from fabric.checkpoint import digest
         from fabric.checkpoint import state as states
+        from fabric.checkpoint.same_content import compare_content, content_of
 
         ranges: list[Sealed] = []
+        doing = f"loading {path}"
         here, rank = self.topology, self.topology.rank
         same = [other for other, where in enumerate(locations) if where == locations[rank]]
         with states.together(self, doing):
             yield ranges
             own = digest.digest_share(ranges, same.index(rank), len(same), here.local_world_size)
-            key = digest.identity(ranges)
-        shares = [own]
-        if any([locations.count(where) > 1 for where in locations]):
-            read = self._gather_all((key, own))
-            shares = [read[other][1] for other in same]
-            if any([read[other][0] != key for other in same]):  # replaced meanwhile
-                shares = [digest.digest_share(ranges, 0, 1)]
+            key, content = digest.identity(ranges), (content_of(path, ranges), str(path))
+        read = self._gather_all((key, own, content))
+        shares = [read[other][1] for other in same]
+        if any([read[other][0] != key for other in same]):  # replaced meanwhile
+            shares = [digest.digest_share(ranges, 0, 1)]
         with states.together(self, doing):
             digest.verify(ranges, shares)
+        compare_content(self, state, [each[2] for each in read])
 
     def _gather_all(self, value: Any) -> list[Any]:
         return [value] if self.topology.world_size == 1 else self.all_gather_object(value, label="load")

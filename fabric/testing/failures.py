@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
+from fabric.core.messages import name_ranks
 from fabric.testing.worker import RankResult
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def failure(name: str, results: dict[int, RankResult]) -> RankFailure:
     """Return the error for a call that failed on some ranks."""
     order = _by_cause(results)
     first = f", rank {order[0]} first" if len(order) > 1 else ""
-    headline = f"{name} failed on {_ranks(order)} of {len(results)}{first}."
+    headline = f"{name} failed on {name_ranks(order)} of {len(results)}{first}."
     return RankFailure("\n\n".join([headline, *_reports(results)]), _exceptions(results))
 
 
@@ -72,9 +73,11 @@ def timeout_failure(
     dumps = [f"Stacks of rank {rank}:\n{stacks[rank]}" for rank in hanging]
     order = _by_cause(results)
     if not order:
-        headline = f"{name} got no result from {_ranks(hanging)} of {world_size}: {limit}."
+        headline = f"{name} got no result from {name_ranks(hanging)} of {world_size}: {limit}."
         return RankTimeout("\n\n".join([headline, *dumps]), tuple(hanging))
-    headline = f"{name} failed on {_ranks(order)} of {world_size}; then {_ranks(hanging)} did not end."
+    headline = (
+        f"{name} failed on {name_ranks(order)} of {world_size}; then {name_ranks(hanging)} did not end."
+    )
     return RankFailure("\n\n".join([headline, *_reports(results), *dumps]), _exceptions(results))
 
 
@@ -96,7 +99,3 @@ def _exceptions(results: dict[int, RankResult]) -> dict[int, BaseException]:
 
 def _reports(results: dict[int, RankResult]) -> list[str]:
     return [f"Rank {rank}:\n{results[rank].text}" for rank in _by_cause(results)]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"

@@ -25,7 +25,6 @@ from fabric.guard.job_store import JobStore
 from fabric.guard.mismatch import (
     TEXT_BYTES,
     RankReport,
-    as_spans,
     decode_report,
     encode_report,
     mismatch_table,
@@ -185,14 +184,6 @@ def test_equal_rows_are_one_line_and_the_odd_ones_are_first():
     assert len(text) < 1000
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "3"), ([1, 0], "0, 1"), ([2, 0, 1], "0-2"), ([0, 2, 4, 5], "0, 2, 4, 5"), ([], "")],
-)
-def test_ranks_in_spans(ranks, text):
-    assert as_spans(ranks) == text
-
-
 def test_what_the_error_begins_and_ends_with():
     a, b = "a.py:1", "b.py:2"
     other_verbs = mismatch_text([RankReport(0, "save #1", "", a), RankReport(1, "barrier() #1", "", b)])
@@ -225,7 +216,7 @@ def test_what_the_error_begins_and_ends_with():
     assert refused.startswith("Rank 1 refused the arguments of all_reduce #2.\n")
     assert refused.splitlines()[-1] == "Call it on all ranks with arguments that every rank accepts."
     both = mismatch_text([refusal._replace(rank=0), refusal])
-    assert both.startswith("Rank 0, 1 refused the arguments of all_reduce #2.\n")
+    assert both.startswith("Rank 0-1 refused the arguments of all_reduce #2.\n")
 
     for text, places in ((other_verbs, (a, b)), (other_data, (a, b)), (refused, (a, b)), (both, (b,))):
         assert [line.split()[-1] for line in text.splitlines()[2:-1]] == list(places)
@@ -450,7 +441,7 @@ def test_a_verdict_is_the_same_for_all():
     assert all([waits.poll_verdict() for waits in ranks])
     assert zero.fatal_error == one.fatal_error == two.fatal_error
     assert zero.fatal_error.endswith("Later calls of this job raise this error too.")
-    for line in ("  0     barrier() #1 of ranks 0, 1        train.py:7", "train.py:9"):
+    for line in ("  0     barrier() #1 of ranks 0-1        train.py:7", "train.py:9"):
         assert line in zero.fatal_error
     assert set(zero.read_statuses()) == {0, 1}
     assert set(zero.read_statuses(ranks=[1, 2])) == {1}

@@ -144,7 +144,7 @@ def test_a_verb_on_one_rank_and_training_on_the_other(forking_ranks, tmp_path):
     for (_, elsewhere, *_), (end, said) in zip(JOBS[:3], found[:3], strict=True):
         table = said[0].splitlines()
         assert table[0] == "Ranks made different calls where all must make the same."
-        assert re.match(rf"  0 +{elsewhere.__name__}\S* #\d+ of ranks 0, 1 .+{HERE}:\d+", table[2])
+        assert re.match(rf"  0 +{elsewhere.__name__}\S* #\d+ of ranks 0-1 .+{HERE}:\d+", table[2])
         assert re.match(rf"  1 +(backward|torch.distributed: \w+) .+{HERE}:\d+ in step", table[3])
         assert " each waits for a call that another has not made." in table[5]
         assert "CollectiveMismatch: Ranks made different calls" in end or elsewhere is all_gather

@@ -200,7 +200,7 @@ def test_nobody_at_the_address(monkeypatch):
 
 def test_missing_ranks_are_named():
     store = LocalEnvironment().make_store(0, 3, SECOND)
-    with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 1 s; missing: ranks 1, 2\."):
+    with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 1 s; missing: ranks 1-2\."):
         await_ranks(store, 0, 3, SECOND)
 
 

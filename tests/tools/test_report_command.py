@@ -169,7 +169,7 @@ def test_the_first_failure_and_killed_ranks_are_named(tmp_path):
     words = "no later record, and no end: killed, out of memory, a hang, or the machine failed"
     texts = [re.sub(r", \d{4}-\S+ \S+:(?= )", ":", line) for line in found["failures"]]
     assert texts == [
-        f"ranks 2, 3 on node0, step 40: {words}",
+        f"ranks 2-3 on node0, step 40: {words}",
         "rank 1 on node0, step 49: ValueError, loss is nan, train.py:31",
     ]
     kinds = [row["kind"] for row in found["events"]]
@@ -210,7 +210,7 @@ def test_missing_ranks_and_values_that_are_not_finite_are_noted(tmp_path):
     events = [(7, "log", {"values": {"loss": float("nan")}}), (5, "log", {"values": {"loss": float("inf")}})]
     write_rank(tmp_path, 0, 12, steps_of(10), events=events)
     assert report(tmp_path)["notes"] == [
-        "Of 12 ranks, ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (11) left no record here.",
+        "Of 12 ranks, ranks 1-11 left no record here.",
         "loss was not finite, first in step 5.",
     ]
 

@@ -59,7 +59,7 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
         path = join_path(directory, name)
         with ExitStack() as stack:
             try:
-                tree = stack.enter_context(strategy.opened(path))
+                tree = stack.enter_context(strategy.opened(path, state=state))
             except Exception as error:  # on all ranks: this rank's error, or one that quotes another's
                 failure = f"{type(error).__name__}: {error}"
                 rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {failure}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import pop_inherited_secret
-from fabric.core.messages import print_line
+from fabric.core.messages import name_ranks, print_line
 from fabric.launch.parent_death import LAUNCHED, attach_to_supervisor, mark_rank
 from fabric.launch.system import require_posix
 
@@ -82,7 +82,6 @@ def missing_ranks_text(
             f"Rank {rank} lost rank zero's store while it waited for the other ranks. Look at the output of "
             "rank zero for the cause."
         )
-    names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
     stale = ""
     if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")):
         # Each of them means that a launcher has started all ranks.
@@ -91,6 +90,6 @@ def missing_ranks_text(
             stale = f" The environment has {', '.join(left)}. Unset what no launcher has set."
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
-        f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
+        f"{name_ranks(missing)}. Look at the output of the missing ones; if they "
         "only start slowly, give the strategy startup_timeout=timedelta(minutes=...)." + stale
     )

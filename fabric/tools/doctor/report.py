@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.messages import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,16 +73,10 @@ def merge(by_rank: Mapping[int, Iterable[Reading]], nodes: Mapping[int, str]) ->
 
 def format_ranks(ranks: Iterable[int], nodes: Mapping[int, str]) -> str:
     """Return ranks as text, with their machines if there are several: "ranks 0-3, 8 on node 0 (a1)"."""
-    ordered, spans = sorted(set(ranks)), list[list[int]]()
-    for rank in ordered:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = ", ".join([f"{first}-{last}" if last > first else str(first) for first, last in spans])
+    ordered = sorted(set(ranks))
     names = list(dict.fromkeys([nodes[rank] for rank in ordered if rank in nodes]))
     where = f" on {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
-    return f"rank{'s' if len(ordered) > 1 else ''} {shown}{where}"
+    return f"{name_ranks(ordered)}{where}"
 
 
 def counted(number: int, noun: str) -> str:

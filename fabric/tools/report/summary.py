@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.messages import name_ranks
 from fabric.report.format import KINDS
 from fabric.tools.report.aggregate import COUNT, WHOLE, day
 
@@ -35,7 +36,7 @@ def summarize(run: RunAggregate) -> dict[str, Any]:
     by_rank = zip(ranks, entries, counts, tops, seconds.tolist(), strict=True)
     size = max([max(one.world_sizes, default=1) for one in entries])
     missing = [rank for rank in range(size) if rank not in ranks]
-    notes = [f"Of {size} ranks, {_name(missing)} left no record here."] * bool(missing)
+    notes = [f"Of {size} ranks, {name_ranks(missing)} left no record here."] * bool(missing)
     notes += [f"{name} was not finite, first in step {step:,}." for name, step in run.not_finite.items()]
     events = [dict(zip(_EVENT, (kind, *event), strict=True)) for (kind, _, _), event in run.events.items()]
     return {
@@ -176,10 +177,5 @@ def _failures(run: RunAggregate) -> list[str]:
     for (step, host), ranks in silent.items():
         text = "no later record, and no end: killed, out of memory, a hang, or the machine failed"
         moment = max([run.ranks[rank].end for rank in ranks])
-        found.append((moment, f"{_name(ranks)} on {host}, step {step:,}", text))
+        found.append((moment, f"{name_ranks(ranks)} on {host}, step {step:,}", text))
     return [f"{place}, {day(moment)}: {text}" for moment, place, text in sorted(found)]
-
-
-def _name(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8])) + f", ... ({len(ranks)})" * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,0 +1,84 @@
+"""Loads of another checkpoint on a rank: an error where shards would be joined, else one warning."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from checkpoint_cases import launched, net
+
+from fabric.core.errors import UsageError
+
+
+def loads_another(name, folder, format, suffix):
+    fabric = launched(name)
+    model = fabric.setup_module(net(1))
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
+    for step in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(step)
+        fabric.save(
+            folder / f"{step}{suffix}", {"model": model, "optimizer": optimizer, "step": step}, format=format
+        )
+    mine = folder / f"{1 + (fabric.global_rank == 1)}{suffix}"
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    text = (
+        rf"Ranks load different checkpoints \(0(, 2)?: .*/1{suffix} \(CRC-32 \w+\) \| 1: .*/2{suffix} \(CRC"
+    )
+    warns = pytest.warns(match=text) if fabric.is_global_zero else nullcontext()
+    if name == "ddp":
+        with warns:
+            fabric.load(mine, state)
+        assert state["step"] == 1 + (fabric.global_rank == 1)
+    else:
+        with pytest.raises(
+            UsageError, match=text + r".*would be joined from shards.*fabric\.broadcast\(path\)"
+        ):
+            fabric.load(mine, state)
+        assert state["step"] == 0
+        assert all(map(torch.equal, model.parameters(), before))
+    for plain in ({"step": 0},):
+        with pytest.warns(match=text) if fabric.is_global_zero else nullcontext():
+            fabric.load(mine, plain, strict=False)
+    fabric.load(mine)  # what each rank does with it is its own affair
+    fabric.load(fabric.broadcast(mine), state)
+    assert state["step"] == 1
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize(("name", "size"), [("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2)])
+def test_another_path_on_a_rank(ranks, tmp_path, name, size, format):
+    ranks.run(loads_another, name, tmp_path, format, ".pt" if format == "full" else "", world_size=size)
+
+
+def loads_other_files_of_torch(folder):
+    fabric = launched("zero3")
+    model = fabric.setup(net(1))
+    torch.save(net().state_dict(), folder / f"{fabric.global_rank}.pt")
+    fabric.barrier()
+    text = r"0: .*/0\.pt \(\d+ bytes, named 0\.pt\) \| 1: .*/1\.pt \(\d+ bytes, named 1\.pt\)\), so model 0 "
+    with pytest.raises(UsageError, match=text):
+        fabric.load_raw(folder / f"{fabric.global_rank}.pt", model)
+    fabric.load_raw(folder / "0.pt", model)
+
+
+def test_files_without_a_digest_are_compared_by_name_and_size(ranks, tmp_path):
+    ranks.run(loads_other_files_of_torch, tmp_path, world_size=2)
+
+
+def copies_with_one_content(folder):
+    """As on hosts without a shared directory."""
+    fabric = launched("zero3")
+    model = fabric.setup(net(1))
+    fabric.save(folder / "a.pt", {"model": model}, format="full")
+    mine = folder / f"host{fabric.global_rank}.pt"
+    mine.write_bytes((folder / "a.pt").read_bytes())
+    fabric.barrier()
+    fabric.load(mine, {"model": model})
+
+
+def test_copies_of_one_checkpoint_are_one(ranks, tmp_path):
+    ranks.run(copies_with_one_content, tmp_path, world_size=2)
