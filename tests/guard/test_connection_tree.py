@@ -276,7 +276,7 @@ def leaf_differs():
 def test_a_mismatch_in_a_leaf_names_it_first_on_all_ranks(seven):
     found = seven.run(leaf_differs, world_size=7)
     assert found == [found[0]] * 7
-    for odd, others, text in zip("604", ("0-5", "1-6", "0-3, 5, 6"), found[0][::2], strict=True):
+    for odd, others, text in zip("604", ("0-5", "1-6", "0-3, 5-6"), found[0][::2], strict=True):
         first, second = text.splitlines()[2:4]
         assert re.match(rf"  {odd} +barrier\(\) #\d+ ", first), text
         assert re.match(rf"  {others} +all_reduce\(mean\) #\d+ +float32\[\] ", second), text
@@ -369,4 +369,4 @@ def test_ranks_that_wait_in_two_groups(seven):
     assert texts == [texts[0]] * 5
     assert "These ranks wait for each other in different groups" in texts[0]
     assert re.search(r"  1-2 +all_reduce\(mean\) #1 of ranks 0-3 ", texts[0])
-    assert re.search(r"  (\d, )+\d +all_reduce\(mean\) #2 of ranks 0-4 ", texts[0])
+    assert re.search(r"  (\d[,-] ?)+\d +all_reduce\(mean\) #2 of ranks 0-4 ", texts[0])

@@ -160,7 +160,7 @@ def test_evaluation_on_rank_zero_alone(forking_ranks, tmp_path):
         table = said[0].splitlines()
         assert re.match(rf"  0 +forward without gradients of model 0 \(Linear\) .+{HERE}:\d+", table[2])
         for row in table[3:-2]:
-            assert re.match(rf"  \d(, \d)* +(backward|torch.distributed: \w+) .+{HERE}:\d+ in step", row)
+            assert re.match(rf"  \d((, |-)\d)* +(backward|torch.distributed: \w+) .+{HERE}:\d+ in step", row)
         assert "`with fabric.whole(model) as plain:`" in table[-2]
         assert "CollectiveMismatch: Ranks made different calls" in end
 

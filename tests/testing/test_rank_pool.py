@@ -130,7 +130,7 @@ def test_the_root_cause_comes_first(pool):
     with pytest.raises(RankFailure) as caught:
         pool.run(fail, ValueError("the cause"), 1)
     message = str(caught.value)
-    assert message.startswith("fail failed on ranks 0, 1, 2 of 3, rank 1 first.\n\nRank 1:\n")
+    assert message.startswith("fail failed on ranks 0-2 of 3, rank 1 first.\n\nRank 1:\n")
     assert "ValueError: the cause" in message
     assert f'File "{__file__}"' in message, "the traceback points into the user's code"
     assert "testing/worker.py" not in message
