@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import CollectiveMismatch, FabricError, RankError
+from fabric.core.messages import name_ranks
 from fabric.core.source import format_line, is_user_code
 
 if TYPE_CHECKING:
@@ -169,13 +170,8 @@ def summary(
     stopped_ranks = {*stopped, *secondary} - {cause.rank}
     others = {failure.rank for failure in failures} - stopped_ranks - {cause.rank}
     if others:
-        line += f"; {_ranks(others)} failed, too"
-    return f"{line}; {_ranks(stopped_ranks)} stopped because of it" if stopped_ranks else line
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    names = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+        line += f"; {name_ranks(others)} failed, too"
+    return f"{line}; {name_ranks(stopped_ranks)} stopped because of it" if stopped_ranks else line
 
 
 def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -> RankExit:
