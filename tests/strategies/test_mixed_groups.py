@@ -10,7 +10,7 @@ from torch import nn
 from fabric import Fabric
 
 
-def stepped(strategy, optimizer, settings) -> list[torch.Tensor]:
+def stepped(strategy, optimizer, settings, set_to_none=True) -> list[torch.Tensor]:
     """The parameters after three steps."""
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
@@ -20,7 +20,7 @@ def stepped(strategy, optimizer, settings) -> list[torch.Tensor]:
     model = fabric.setup_module(model)
     one = fabric.setup_optimizers(one)
     for number in range(3):
-        one.zero_grad()
+        one.zero_grad(set_to_none=set_to_none)
         x = torch.ones(2, 4) * (1 + fabric.global_rank)
         fabric.backward((model(x) * free - number).square().mean())
         one.step()
@@ -42,5 +42,14 @@ def stepped(strategy, optimizer, settings) -> list[torch.Tensor]:
 def test_they_step_as_replicas_do(ranks, strategy, optimizer, settings):
     found = ranks.run(stepped, strategy, optimizer, {**settings, "foreach": True}, world_size=2)[0]
     expected = ranks.run(stepped, "ddp", optimizer, settings, world_size=2)[0]
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}])
+def test_their_gradients_are_set_to_zero(ranks, strategy, settings):
+    found = ranks.run(stepped, strategy, "Adam", settings, set_to_none=False, world_size=2)[0]
+    expected = ranks.run(stepped, "ddp", "Adam", {}, set_to_none=False, world_size=2)[0]
     for value, other in zip(found, expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)

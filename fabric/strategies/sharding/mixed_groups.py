@@ -21,6 +21,8 @@ def separate_kinds(optimizer: Optimizer) -> None:
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     if is_torchs and len(_groups_of_one_kind(optimizer)) > len(optimizer.param_groups):
         optimizer.register_step_pre_hook(_step_separately)
+        # `zero_grad(set_to_none=False)` joins the gradients of all groups. It reads the defaults only.
+        optimizer.defaults.update(dict.fromkeys({"foreach", "fused"} & {*optimizer.defaults}, False))
 
 
 def _step_separately(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
