@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import stat
 import subprocess
@@ -304,7 +305,11 @@ def test_consolidate_asks_before_it_replaces_a_file(fabric, tmp_path, capsys, mo
 
 def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
     assert main(["consolidate", str(tmp_path / "absent")]) == 1
-    assert "absent is not a sharded checkpoint" in capsys.readouterr().err
+    assert re.search(r"There is no \S+/absent\. Give the directory", capsys.readouterr().err)
+    (tmp_path / "file.pt").write_bytes(b"")
+    assert main(["consolidate", str(tmp_path / "file.pt")]) == 1
+    assert "file.pt is not a sharded checkpoint" in capsys.readouterr().err
+    (tmp_path / "file.pt").unlink()
     path = saved(fabric, tmp_path / "c")
     (path / "__0_0.distcp").write_bytes(b"")
     assert main(["consolidate", str(path)]) == 1

@@ -336,13 +336,15 @@ def consolidate(
         The names of entries that the file lacks: a safetensors file has one model only.
 
     Raises:
-        UsageError: `path` is not a sharded checkpoint, or a file in it is damaged.
+        UsageError: `path` does not exist or is not a sharded checkpoint, or a file in it is damaged.
         ConfigurationError: `output` holds one model, but there is none, or several; or `output` is `path`.
     """
     if output.resolve() == path.resolve():
         raise ConfigurationError(
             f"{output} is the checkpoint itself, which the file would replace. Write another name."
         )
+    if not path.exists():
+        raise UsageError(f"There is no {path}. Give the directory that fabric.save has written.")
     if directory_at(path) is None:
         raise UsageError(
             f"{path} is not a sharded checkpoint, a directory that fabric.save has written. A file needs no "
