@@ -202,7 +202,7 @@ class _FabricModule(Module):
         plain = strategy.plain_methods and name not in own["_fabric_marked"]
         added = None if plain else strategy.layout.model_method(own["_fabric_wrapped"], name)
         if added is not None:
-            return strategy.method_plan(own["_fabric_wrapped"], added, True)
+            return strategy.method_plan(own["_fabric_wrapped"], added, False)
         try:
             value = getattr(original, name)
         except AttributeError:

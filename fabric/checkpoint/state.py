@@ -218,8 +218,12 @@ def _with_factories(target: Any, loaded: Any) -> Any:
     """Return `loaded` with the `default_factory` of each defaultdict in `target`: a file has dictionaries."""
     if not (isinstance(target, dict) and isinstance(loaded, dict)):
         return loaded
-    for key in loaded.keys() & target.keys():
-        loaded[key] = _with_factories(target[key], loaded[key])
+    factory = getattr(target, "default_factory", None)
+    for key, value in loaded.items():
+        if key in target:
+            loaded[key] = _with_factories(target[key], value)
+        elif factory is not None and isinstance(value, dict):  # of defaultdict(lambda: defaultdict(int))
+            loaded[key] = _with_factories(factory(), value)
     return defaultdict(target.default_factory, loaded) if isinstance(target, defaultdict) else loaded
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fabric.core.tree import flatten
 from fabric.utilities.seed import derive_seed, host_states, loaded_numpy, set_rng_states
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _ORDERED = (SequentialSampler, range, list, tuple)
 _DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _GROWTH = 256
+_MAX_WRAPPED = 1_000
 
 
 class EpochOrder:
@@ -183,17 +185,21 @@ def seed_draws(seed: int) -> None:
 def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
     """Return torch's, Python's and numpy's generators that are attributes of `holders`, without `exclude`.
 
-    Also those of samplers that are attributes of `holders`, or of these samplers: samplers wrap others.
+    Also those of samplers that are attributes of `holders`, or of these samplers: samplers wrap others, one
+    or a list of them.
     """
     generators: dict[int, Any] = {}
     found = {id(holder): holder for holder in holders}
     waiting = list(found.values())
     while waiting:
         holder = waiting.pop(0)
-        values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
-        wrapped = [value for value in values if isinstance(value, Sampler) and id(value) not in found]
-        found.update({id(value): value for value in wrapped})
-        waiting += wrapped
+        attributes = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
+        values = [value for attribute in attributes for value in _items_of(attribute)]
+        wrapped = {
+            id(value): value for value in values if isinstance(value, Sampler) and id(value) not in found
+        }
+        found.update(wrapped)
+        waiting += wrapped.values()
         generators.update(
             {
                 id(value): value
@@ -202,6 +208,12 @@ def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
             }
         )
     return list(generators.values())
+
+
+def _items_of(attribute: Any) -> list[Any]:
+    """Return the values in a short container, or the attribute: long lists are indices."""
+    is_short = type(attribute) in (list, tuple, dict) and len(attribute) <= _MAX_WRAPPED
+    return flatten(attribute)[0] if is_short else [attribute]
 
 
 def generator_state_accessors(value: Any) -> Any:

@@ -69,7 +69,8 @@ class LossCheck(Part):
         """Record the first calls of a model, if it is replicated and no backward was synchronised."""
         if model is not None and replicated and self._compares and not self._backwards:
             kwargs = self._strategy.distributed_sampler_kwargs or {"num_replicas": 1}
-            self._first = self._first or FirstSteps(kwargs["num_replicas"])
+            splits = self._strategy.traits.splits_parameters
+            self._first = self._first or FirstSteps(kwargs["num_replicas"], splits)
             self._first.add_model(model)
 
     def normalizing(self, parameters: list[Any]) -> None:

@@ -42,9 +42,12 @@ _PLAIN = (torch.Tensor, int, float, str, type(None))
 class FirstSteps:
     """The record of this rank, until ranks compare it. A backward listener."""
 
-    def __init__(self, replicas: int = 1) -> None:
+    def __init__(self, replicas: int = 1, splits_parameters: bool = False) -> None:
         self.replicas = replicas
         """Number of ranks that share a batch."""
+        self.splits_parameters = splits_parameters
+        """Whether parameters are shards, which are no leaves of graphs: then a loss of a stored tensor, of a
+        method or of a compiled call is not recognised."""
         self.active = True
         """Whether calls, losses and gradients are recorded now."""
         self.awaits_loss = True
@@ -64,8 +67,8 @@ class FirstSteps:
         self.outputs: set[int] = set()
         """Numbers of the graph nodes of all outputs of recorded calls."""
         self.hides_outputs = False
-        """Whether a call returned an object, or was compiled, so that a loss of it may lead to no such node.
-        Outputs of frozen models have no node, and no loss leads to them."""
+        """Whether a call returned an object, so that a loss of it may lead to no such node. Of sharded models
+        also if it returned no output with a graph, or was compiled."""
         self.rows = 0
         """Rows of a batch of a loader that was set up, as the inputs of the models have them; 0: unknown."""
         self.row_outputs: set[int] = set()
@@ -207,7 +210,8 @@ class FirstCalls:
             return
         found = flatten(out)[0]
         leaves = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
-        if not leaves and not (found and all([isinstance(leaf, _PLAIN) for leaf in found])):
+        plain = found and all([isinstance(leaf, _PLAIN) for leaf in found])
+        if not leaves and (steps.splits_parameters or not plain):
             steps.hides_outputs = True
         # The loop may write into an output that is a view; the loss then leads to its base.
         nodes = [tensor.grad_fn for leaf in leaves for tensor in (leaf, base_of(leaf)) if tensor is not None]
@@ -223,7 +227,7 @@ class FirstCalls:
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call of the model that was compiled after setup."""
         self.is_compiled = True
-        if (steps := self._steps()) is not None:
+        if (steps := self._steps()) is not None and steps.splits_parameters:
             steps.hides_outputs = True
         if torch.is_grad_enabled():
             self.record(args, kwargs)

@@ -169,6 +169,28 @@ def test_dictionaries_keep_the_default_factory_that_they_have_in_state(fabric, p
     assert state == {"seen": {"a": 1, "new": 1}, "by": {"lists": {"b": [2], "new": [1]}}}
 
 
+def test_nested_dictionaries_that_a_new_state_does_not_have_keep_their_factory(fabric, path):
+    def new():
+        return collections.defaultdict(lambda: collections.defaultdict(int))
+
+    counts = new()
+    counts["a"]["x"] += 1
+    fabric.save(path, {"counts": counts})
+    state = {"counts": new()}
+    fabric.load(path, state)
+    state["counts"]["a"]["y"] += 1
+    state["counts"]["b"]["z"] += 1
+    assert state["counts"] == {"a": {"x": 1, "y": 1}, "b": {"z": 1}}
+
+
+def test_a_factory_of_numbers_is_not_called(fabric, path):
+    fabric.save(path, {"ids": collections.defaultdict(int, a=7)})
+    drawn = iter(range(3))
+    state = {"ids": collections.defaultdict(lambda: next(drawn))}
+    fabric.load(path, state)
+    assert (state["ids"]["a"], state["ids"]["b"]) == (7, 0)
+
+
 @pytest.mark.parametrize("state", [None, {}])
 def test_without_state_everything_is_returned(fabric, path, state):
     fabric.save(path, {"model": network(), "step": 3})

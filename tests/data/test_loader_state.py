@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 import warnings
@@ -288,18 +289,33 @@ class Reversed(Sampler):
         return reversed(list(self.inner))
 
 
+class Joined(Sampler):
+    """Wraps samplers in a list."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return sum(map(len, self.inner))
+
+    def __iter__(self):
+        return itertools.chain.from_iterable(self.inner)
+
+
 def of_a_generator(kind, workers):
     how = {"collate_fn": own_collate}
     if workers != "none":
         how |= {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": workers == "kept"}
     if kind == "drawn":
         return DataLoader(range(6), 2, sampler=Drawn(6), **how)
+    if kind == "joined":
+        return DataLoader(range(6), 2, sampler=Joined([Drawn(3), Reversed(Drawn(3))]), **how)
     if kind == "wrapped":
         return DataLoader(range(6), 2, sampler=Reversed(Reversed(Drawn(6))), **how)
     return DataLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(5), **how)
 
 
-@pytest.mark.parametrize("kind", ["drawn", "wrapped", "given"])
+@pytest.mark.parametrize("kind", ["drawn", "wrapped", "joined", "given"])
 @pytest.mark.parametrize("workers", ["none", "new", "kept"])
 def test_an_order_of_a_generator_is_that_of_torch_and_goes_on_in_other_workers(fabric, kind, workers):
     """torch draws the seed of new workers from the generator; a sampler that draws at once draws once."""

@@ -243,3 +243,73 @@ def warned_of_weight_of_frozen_model():
 
 def test_a_factor_of_a_loss_that_no_model_computes_is_not_compared(ranks):
     assert ranks.run(warned_of_weight_of_frozen_model, world_size=2) == [[], []]
+
+
+class Student(nn.Module):
+    """Gives its loss by a method, and keeps its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 1), None
+
+    def forward(self, x):
+        self.kept = self.layer(x)
+        return self.kept.detach().sum() if x.shape[1] == 4 else None
+
+    def loss(self, x, target):
+        return (self.layer(x) - target).square().sum()
+
+
+def warned_of_sums(strategy, case):
+    """The warnings of a loss that is summed, and in no output of a call."""
+    fabric = launched(strategy)
+    torch.manual_seed(0)
+    net = Student()
+    teacher = fabric.setup(nn.Linear(4, 1).requires_grad_(False))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            x = torch.randn(4, 4) + fabric.global_rank
+            if case == "method":
+                loss = model.loss(x, teacher(x))
+            else:
+                model(x)
+                loss = (net.kept - 1).square().sum()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("case", ["method", "stored"])
+def test_a_sum_is_found_in_a_loss_that_no_output_leads_to(ranks, strategy, case):
+    first, second = ranks.run(warned_of_sums, strategy, case, world_size=2)
+    assert ["sum over its items" in text for text in first] == [True]
+    assert second == []
+
+
+def warned_beside_compiled():
+    """The warnings of a compiled and an eager model; rank zero alone runs backwards of a model of its own."""
+    fabric = launched("ddp")
+    torch.manual_seed(0)
+    nets, own = [nn.Linear(4, 1), nn.Linear(4, 1)], nn.Linear(4, 1)
+    made = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
+    made[0][0].compile(backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            x = torch.randn(4, 4) + fabric.global_rank
+            for model, optimizer in reversed(made):
+                loss = model(x).square().mean()
+                if fabric.global_rank == 0:
+                    own(x).square().sum().backward()
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(w.message) for w in caught if w.category is RanksDifferWarning]
+
+
+def test_a_backward_of_one_rank_is_no_loss_of_a_compiled_model(ranks):
+    assert ranks.run(warned_beside_compiled, world_size=2) == [[], []]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -436,24 +437,36 @@ def test_precisions(ranks, precision, step):
 PRECISIONS = {"double": {"plugins": DoublePrecision(output_dtype=torch.float64)}}
 
 
-def dtypes_of_losses(precision):
-    """The dtypes of the output and of a new tensor in `loss_fn`, and those around a forward."""
+def dtypes_of_losses(precision, setup_in=nullcontext, step_in=nullcontext):
+    """The dtypes of output, target and a new tensor in `loss_fn`, and those around a forward."""
     fabric = start(num_microbatches=2, **PRECISIONS.get(precision, {"precision": precision}))
-    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
-    x, found = torch.randn(4, 4), set()
+    with getattr(fabric, setup_in)() if isinstance(setup_in, str) else setup_in():
+        model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    x, y, found = torch.randn(4, 4), torch.full((4, 1), 1001.0), set()
 
-    def loss(out, y):
-        found.add((out.dtype, torch.ones(1).dtype))
-        return out.square().mean()
+    def loss(out, target):
+        found.add((out.dtype, target.dtype, target[0].item(), torch.ones(1).dtype))
+        return (out - target).abs().mean()
 
-    model.pipeline_step(x, x, loss)
-    assert found in ({(model(x).dtype, torch.ones(1).dtype)}, set())  # the last stage computes it
+    with getattr(fabric, step_in)() if isinstance(step_in, str) else step_in():
+        total = model.pipeline_step(x, y, loss)
+        out = model(x)
+        assert found in ({(out.dtype, y.dtype, 1001.0, torch.ones(1).dtype)}, set())  # of the last stage
+        torch.testing.assert_close(total, (out - y).abs().mean().detach())
     return len(found)
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed", "double"])
 def test_a_loss_of_pipeline_step_gets_what_a_loop_would_give_it(ranks, precision):
     assert ranks.run(dtypes_of_losses, precision, world_size=2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("setup_in", "step_in"), [("init_module", nullcontext), (nullcontext, "init_tensor")]
+)
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_the_default_dtype_of_a_loss_is_that_of_the_call(ranks, precision, setup_in, step_in):
+    assert ranks.run(dtypes_of_losses, precision, setup_in, step_in, world_size=2) == [0, 1]
 
 
 def dropout_run(seed, step, checkpoint="except_last"):

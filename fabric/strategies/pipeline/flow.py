@@ -63,7 +63,6 @@ class PipelinedModule:
         self.blocks = find_blocks(module)
         self.buffers = SyncedBuffers(module)
         self.precision, self.backward_ended = precision, backward_ended
-        self._default_dtype = torch.get_default_dtype()
         self.synchronised_in = -1
         """Id of the last backward pass at whose end ranks synchronise."""
         self._forwards = 0
@@ -191,6 +190,8 @@ class PipelinedModule:
                 "An argument of pipeline_step requires a gradient, which it would not get. To train a module "
                 "before the pipeline, call model(x), then fabric.backward(loss)."
             )
+        precision, default = self.precision, DefaultDtype(torch.get_default_dtype())
+        x, kwargs = precision.convert_input((x, kwargs))  # the target is of the loss, not of the forward
         batches = MicrobatchArgs((x, target), kwargs, self.count, _UNIT)
         calls = list(batches)
         weights = [size / sum(batches.sizes) if reduction == "mean" else 1.0 for size in batches.sizes]
@@ -199,15 +200,15 @@ class PipelinedModule:
             needs_grad = bool(differentiable(out))
             device = self.runner.channel.transport.device.type
             # As in a loop, where the loss is outside of the forward.
-            with torch.autocast(device, enabled=False), DefaultDtype(self._default_dtype):
-                value = loss_fn(self.precision.convert_output(out), calls[index][0][1])
+            with torch.autocast(device, enabled=False), default:
+                value = loss_fn(precision.convert_output(out), calls[index][0][1])
             return _validate_loss(value, needs_grad) * weights[index]
 
         state = PassState([((args[0],), named) for args, named in calls], loss)
         runner, count, trains = self.runner, len(calls), torch.is_grad_enabled()
         stage = runner.stage
         one_f_one_b = one_forward_one_backward(stage.index, stage.count, count)
-        with runner.random():
+        with runner.random(), precision.forward_context():
             runner.run(one_f_one_b if trains else all_forwards(count), state)
         total = None
         if stage.is_last and state.failed is None:
