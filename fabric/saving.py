@@ -153,7 +153,8 @@ class CheckpointVerbs(RankFacts):
             state: As for `save`.
             step: Orders the checkpoints, 0 or more; one of the same step is replaced.
             keep: Number of checkpoints that remain, at least 1.
-            wait: As for `save`; the next `save_latest` raises an error of this save.
+            wait: As for `save`; the next `save_latest` raises an error of this save. A strategy that has its
+                own `save_checkpoint`, such as DeepSpeed, writes before this returns.
 
         Returns:
             The path of the checkpoint: DIRECTORY/step-00000042.pt; a sharded one has no ".pt".

@@ -74,7 +74,8 @@ class FreeParameters:
 
     def _register(self, new: Iterable[Tensor]) -> None:
         for p in new:
-            self._refs.pop(id(p), None)  # a freed parameter's: its place in the order differs between ranks
+            # The entry of a freed parameter with this id: its place in the order differs between ranks.
+            self._refs.pop(id(p), None)
             self._refs[id(p)], self._numbers[id(p)] = weakref.ref(p), self._count
             self._count += 1
 

@@ -35,7 +35,7 @@ def save_latest(
     name += ".pt" if strategy.saves_one_file(join_path(directory, name)) else ""
     path = join_path(directory, name)
     then = partial(remove_old, strategy.checkpoint_io, directory, keep, name)
-    if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # with Lightning's signature
+    if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # with Lightning's signature, so it waits
         strategy.save_checkpoint(path, state)
         with together(strategy, f"retiring checkpoints of {directory}"):
             if strategy.is_global_zero:

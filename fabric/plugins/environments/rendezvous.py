@@ -84,7 +84,7 @@ def missing_ranks_text(
         )
     stale = ""
     if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")):
-        # Each of them means that a launcher has started all ranks.
+        # With one of these variables Fabric assumes that a launcher has started all ranks.
         left = [f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK") if name in os.environ]
         if left:
             stale = f" The environment has {', '.join(left)}. Unset what no launcher has set."
