@@ -211,6 +211,15 @@ joint._own_tensors = lambda optimizer: []
         ("zero1",),
         kind="lists",
     ),
+    "losses of methods are known where parameters are split": Mend(
+        """
+from form_mends import rewrite
+from fabric.loss_check.record import FirstCalls
+rewrite(FirstCalls, "record_outputs", "steps.splits_parameters or not plain", "not plain")
+""",
+        SPLIT,
+        kind="methods",
+    ),
     "threads that read loaders send no messages": Mend(
         """
 from form_mends import rewrite

@@ -297,6 +297,16 @@ OF_ROWS = (
     "out.square().mean() * 2 + out.sin().sum() / out.numel()",
 )
 
+TEACHER = "teacher = fabric.setup_module(nn.Linear(4, 4).requires_grad_(False))"
+OF_METHOD = """
+$o.zero_grad()
+x = $x
+y = share(fabric, labels(fabric, $seed + 100 * step, '$spread'))
+found = teacher(x)
+fabric.backward($m.labelled(x, y))
+$o.step()
+"""
+
 FORMS = [
     Form("labels", LABELLED, {"loss": MEANS, "spread": ("uneven",)}, warned=True),
     Form("labels", LABELLED, {"loss": WEIGHTED, "spread": ("none", "uneven")}, warned=True),
@@ -406,6 +416,8 @@ FORMS = [
         models=("branch",),
     ),
     Form("lists", STEP, once=OWN_LIST),
+    Form("methods", OF_METHOD, {"spread": ("uneven",)}, once=TEACHER, warned=True, models=("methods",)),
+    Form("methods", OF_METHOD, {"spread": ("even", "none")}, once=TEACHER, models=("methods",)),
     Form("ahead", AHEAD, {**SHUFFLED, "rows": ("48", "72")}, once=LOADER, loops=True),
     Form(
         "ahead",
