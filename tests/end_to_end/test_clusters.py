@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from jobs import PYTHON, SCRIPTS, check_facts, check_resumed, environ, facts, until
+from ports import free_ports
 
 SCRIPT = SCRIPTS / "train.py"
 TRAIN = [PYTHON, str(SCRIPT)]
@@ -167,12 +168,6 @@ def slurm(tmp_path_factory):
 
 def find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from fabric import Fabric
 from fabric.launch import supervisor
-from fabric.launch.stores import listen
 from fabric.strategies import DDPStrategy
 from fabric.testing import rank_info
 
@@ -105,8 +105,6 @@ def node(port):
 
 
 def test_a_function_on_two_machines(ranks):
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    assert ranks.run(node, port, world_size=2, group=False) == [
+    assert ranks.run(node, free_port(), world_size=2, group=False) == [
         (["2", str(rank), "1", "0"], [0, 1]) for rank in range(2)
     ]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from fabric.launch.stores import listen
 
@@ -42,8 +43,7 @@ print(f"rank {{fabric.global_rank}}: {{total}}, {{len(held)}} connections to its
 
 @pytest.fixture
 def port():
-    with listen("127.0.0.1", 0) as free:
-        return free.getsockname()[1]
+    return free_port()
 
 
 def start(
@@ -97,11 +97,10 @@ def test_rank_zero_holds_no_connection_of_the_others(tmp_path, port, beside):
     until(lambda: not hosts(port))
 
 
-def test_an_address_of_ipv6(tmp_path):
+def test_an_address_of_ipv6(tmp_path, port):
     """The process listened on addresses of IPv4 only, and no rank found it."""
     try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
-            port = free.getsockname()[1]
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
     ranks = start(tmp_path, port, 2, address="::1")

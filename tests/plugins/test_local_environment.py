@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
@@ -191,8 +192,7 @@ def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkey
 
 
 def test_nobody_at_the_address(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(LaunchError, match=f"found no rank zero within 1 s at 127.0.0.1:{port}"):
         LocalEnvironment().make_store(1, 2, SECOND)

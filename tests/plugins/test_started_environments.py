@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 from environment_rows import HYDRA, OPENMPI, SRUN, clear, env
+from ports import free_port
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LSFEnvironment, MPIEnvironment, SLURMEnvironment
@@ -98,8 +99,7 @@ def test_ports_of_two_mpi_jobs_differ_and_are_the_same_in_every_process(monkeypa
 @pytest.fixture
 def one_task(monkeypatch):
     """A step of one task, with a port that nobody holds."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     put(monkeypatch, {**SRUN, **env("SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0"), "MASTER_PORT": str(port)})
     return port
 

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ports import free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -598,12 +598,6 @@ for batch in x:
 place = [fabric.global_rank, fabric.world_size, fabric.local_rank, fabric.node_rank]
 sys.stdout.write(json.dumps({"place": place, "weights": net.weight.flatten().tolist()}) + "\\n")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def finish(processes: list[subprocess.Popen]) -> list[dict]:

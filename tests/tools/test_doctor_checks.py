@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from fabric import cli
 from fabric.tools.doctor import machine, measure, report
@@ -359,8 +360,7 @@ def test_a_store_that_is_not_opened(rank, address, cause, text):
 
 def test_connections():
     port = measure.listen(0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = server.getsockname()[1]
+    closed = free_port()
     addresses = {
         0: ("127.0.0.1", port),
         1: ("127.0.0.1", 1),
