@@ -93,6 +93,8 @@ def run_commands(
         # When rank zero dies with the store, torch's C++ code logs pages of warnings on every other rank.
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         env = {**quiet, **os.environ, **variables, **rank_env.variables(os.environ, launched)}
+        if rank_env.rank:  # it has no standard input, so that `breakpoint()` would end the job
+            env.setdefault("PYTHONBREAKPOINT", "0")
         listen_fd = listener.fileno() if listener is not None and rank_env.rank == 0 else None
         if listen_fd is not None:
             env[STORE_FD] = str(listen_fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import multiprocessing
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,15 +75,19 @@ def original_command() -> tuple[list[str], str | None]:
             f"it as a file."
         )
     if multiprocessing.parent_process() is not None:
+        process = multiprocessing.current_process()
         fix = 'Put what the script does under `if __name__ == "__main__":`.'
-        raise LaunchError(f"{multiprocessing.current_process().name} cannot start ranks. {fix}")
+        if not getattr(process, "_inheriting", False):  # its function calls launch(), not an import
+            fix = 'Put the loop into a function and use strategy="ddp_spawn" with fabric.launch(function).'
+        raise LaunchError(f"{process.name} cannot start ranks. {fix}")
     index = _script_index(original)
     flags = [flag for flag in original[1:index] if flag != "-i"]
     argv, directory = [sys.executable, *flags, *original[index:]], None
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if spec is not None and spec.origin == sys.argv[0]:
         # python -m: the module is found from the start directory, if sys.path still begins with it.
-        argv = [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+        module = spec.name.removesuffix(".__main__")
+        argv = [sys.executable, *flags, "-m", module, *_arguments(original[index:], module)]
         start = sys.path[0] if sys.path else ""
         if str(Path(start, *spec.name.split(".")).with_suffix(".py")) == spec.origin:
             directory = start
@@ -95,24 +100,30 @@ def original_command() -> tuple[list[str], str | None]:
             directory = absolute[: -len(script.removeprefix("./"))] or None
     elif sys.argv[0] != "-c" and (file or spec) and Path(sys.argv[0]).exists():
         # A debugger or profiler runs the script; the other ranks run it without.
-        argv = [
-            sys.executable,
-            *flags,
-            *_coverage(original),
-            str(Path(sys.argv[0]).absolute()),
-            *sys.argv[1:],
-        ]
+        arguments, script = _arguments(original[index:], sys.argv[0]), str(Path(sys.argv[0]).absolute())
+        argv = [sys.executable, *flags, *_coverage(original, len(arguments)), script, *arguments]
     return argv, directory
 
 
-def _coverage(original: list[str]) -> list[str]:
+def _arguments(command: list[str], target: str) -> list[str]:
+    """Return the arguments of a script or module in a command line; `sys.argv` may lack those that the script
+    has parsed.
+    """
+    if command[-len(sys.argv) :] == sys.argv:  # a debugger's own options may name the script, too
+        return sys.argv[1:]
+    name = re.compile(rf"(-\w*m)?{re.escape(target)}")  # also -mpackage
+    places = [place for place, word in enumerate(command) if name.fullmatch(word)]
+    return command[places[0] + 1 :] if places else sys.argv[1:]
+
+
+def _coverage(original: list[str], arguments: int) -> list[str]:
     """Return arguments before the script that make `coverage run` measure other ranks, if it measures this
-    one; else []. Each rank writes its own file.
+    one; else []. Each rank writes its own file. The script has `arguments` arguments.
     """
     coverage = sys.modules.get("coverage")
     if coverage is None or coverage.Coverage.current() is None or "run" not in original:
         return []
-    begin, end = original.index("run") + 1, len(original) - len(sys.argv)
+    begin, end = original.index("run") + 1, len(original) - arguments - 1
     if original[end : end + 1] != sys.argv[:1]:
         return []  # a run of a module, or of programs that its configuration names
     options = [option for option in original[begin:end] if option not in ("-p", "--parallel-mode")]
@@ -150,7 +161,7 @@ def _script_index(argv: list[str]) -> int:
     """Return the index of the script, of -m or of -c in a command line of Python."""
     index = 1
     while index < len(argv) and argv[index].startswith("-"):
-        if argv[index][-1] in "mc":  # also as -um
+        if re.match("-[^-cmXW]*[cm]", argv[index]):  # also as -um, -mpackage
             break
-        index += 2 if argv[index] in ("-X", "-W", "--check-hash-based-pycs") else 1
+        index += 2 if re.fullmatch("-[^-cmXW]*[XW]|--check-hash-based-pycs", argv[index]) else 1
     return index

@@ -32,5 +32,5 @@ def test_a_child_of_a_rank_is_no_rank(tmp_path, how):
         assert said == [{"world_size": 1, "value": 100.0}, {"world_size": 2, "value": 100.5}]
         assert own["before"] == {"world_size": 1, "value": 100.0}  # started before `fabric.launch()`
         assert own["refused"].startswith(
-            "LaunchError: SpawnProcess-1 cannot start ranks. Put what the script does"
+            "LaunchError: SpawnProcess-1 cannot start ranks. Put the loop into a function"
         )

@@ -24,6 +24,12 @@ if fabric.is_global_zero:
 fabric.launch()
 fabric.print("hparams")
 """
+PARSED = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--dropout", default=0.0)
+known, sys.argv[1:] = parser.parse_known_args()
+"""
 
 
 def script(tmp_path, body="", name="train.py"):
@@ -67,6 +73,23 @@ def test_code_runs_once_per_rank(tmp_path, way):
     assert count == {"imported": 2, "zero": 1, "hparams": 1}, lines
     ranks = sorted([line.split()[-4:] for line in lines if "rank " in line])
     assert [(rank, count) for _, rank, _, count in ranks] == [("0", "2"), ("1", "2")], lines
+
+
+@pytest.mark.parametrize("way", [["{script}"], ["-m", "train"], ["-m", "pdb", "-c", "continue", "{script}"]])
+def test_all_ranks_have_the_arguments_that_the_script_takes_out_of_sys_argv(tmp_path, way):
+    path = script(tmp_path, "print('rank', fabric.global_rank, known.dropout, sys.argv[1:], sep='|')")
+    path.write_text(path.read_text().replace("from fabric", f"{PARSED}from fabric", 1))
+    command = [part.format(script=path) for part in way]
+    lines = run(*command, "--dropout", "0.5", "rest", cwd=tmp_path, input="").stdout.splitlines()
+    rows = sorted([line[line.index("rank|") :] for line in lines if "rank|" in line])
+    assert rows == [f"rank|{rank}|0.5|['rest']" for rank in (0, 1)]
+
+
+def test_a_breakpoint_is_that_of_rank_zero(tmp_path):
+    path = script(tmp_path, "breakpoint()\nprint('sum', fabric.all_reduce(1.0, reduce_op='sum').item())")
+    out = run(str(path), input="p 'rank', fabric.global_rank\nc\n").stdout
+    assert out.count("('rank', 0)") == 1
+    assert out.count("sum 2.0") == 2
 
 
 def test_the_first_process_is_rank_zero(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import multiprocessing
 import os
 import pickle
 import re
@@ -291,6 +292,24 @@ def test_a_launched_rank_starts_nothing(monkeypatch):
             ["python", "-m", "cProfile", "m.py"],
             (["-m", "cProfile", "m.py"], None),
         ),
+        (  # the script has taken the arguments that it has parsed out of sys.argv
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="a.m", origin="/a/m.py")},
+            ["/a/m.py"],
+            ["python", "-W", "ignore::m", "-m", "a.m", "--dropout", "0.5"],
+            (["-W", "ignore::m", "-m", "a.m", "--dropout", "0.5"], "/"),
+        ),
+        (
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="a.m", origin="/a/m.py")},
+            ["/a/m.py", "x"],
+            ["python", "-Wignore::m", "-ma.m", "--lr", "1", "x"],
+            (["-Wignore::m", "-m", "a.m", "--lr", "1", "x"], "/"),
+        ),
+        (
+            {"__file__": __file__},
+            [__file__],
+            ["python", "-m", "pdb", "-c", "continue", __file__, "--lr", "1"],
+            ([__file__, "--lr", "1"], None),
+        ),
     ],
 )
 def test_the_command_is_run_again(monkeypatch, main, argv, original, expected):
@@ -340,6 +359,26 @@ def test_no_command_to_run_again(monkeypatch, argv, prompt):
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(LaunchError, match=r"no command that the ranks could run.*ddp_notebook"):
         original_command()
+
+
+def launch_in_child(launcher):
+    try:
+        return launcher(LocalEnvironment(), 2).launch(work)
+    except LaunchError as error:
+        return str(error)
+
+
+def test_a_worker_of_a_pool_starts_no_ranks():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        script, function = pool.map(launch_in_child, [ScriptLauncher, MultiprocessLauncher])
+    assert script.endswith(
+        'cannot start ranks. Put the loop into a function and use strategy="ddp_spawn" with '
+        "fabric.launch(function)."
+    )
+    assert function.endswith(
+        "is daemonic, as workers of multiprocessing.Pool are. Python lets it start no ranks. "
+        "Use concurrent.futures.ProcessPoolExecutor."
+    )
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,11 @@ class MultiprocessLauncher(Launcher):
                 flush_output()
                 os._exit(IMPORT_EXIT)
             raise LaunchError(f"{CALLED_IN_IMPORT}.")
+        if process.daemon:
+            raise LaunchError(
+                f"{process.name} is daemonic, as workers of multiprocessing.Pool are. Python lets it start "
+                "no ranks. Use concurrent.futures.ProcessPoolExecutor."
+            )
         require_posix()
         if self.start_method == "fork":
             _check_cuda_unused()
