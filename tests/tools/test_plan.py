@@ -125,6 +125,16 @@ def test_without_values_the_same_is_counted():
         assert without.peak == real.peak
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_several_ranks_without_values(strategy):
+    case = Case(2, strategy=strategy)
+    real, without = [simulate(case._replace(fake=on), training(net())) for on in (False, True)]
+    assert not without.error
+    assert without.traffic == pytest.approx(real.traffic, abs=600)  # messages of checks
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert without.peak.kinds[kind] == real.peak.kinds[kind]
+
+
 def test_a_number_without_value_is_printed_but_decides_nothing():
     number = fake.UnknownNumber(1.0)
     assert f"{(number + 1) / 2:.1f} {number:.2f}" == "1.0 1.00"
@@ -274,6 +284,48 @@ def test_the_command_prints_the_table_of_a_script(tmp_path):
     assert "printed by the script" not in done.stdout
 
 
+RESUMES = """
+import torch
+from pathlib import Path
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", report="report")
+fabric.launch()
+fabric.seed_everything(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+state = {"model": model, "optimizer": optimizer, "step": 0}
+if Path("last.pt").exists():
+    fabric.load("last.pt", state)
+    fabric.load_latest("run", state)
+first = state["step"]
+while state["step"] < first + 2:
+    fabric.backward(model(torch.ones(4, 8)).square().mean())
+    optimizer.step()
+    state["step"] += 1
+    fabric.save("last.pt", state, wait=False).wait()
+    fabric.save_latest("run", state, step=state["step"])
+    fabric.load("last.pt", state)
+"""
+
+
+@pytest.mark.parametrize("trained", [None, "ddp", "fsdp"])
+def test_checkpoints_of_the_user_are_read_and_never_written(tmp_path, trained):
+    (tmp_path / "train.py").write_text(RESUMES)
+    run, settings = [sys.executable, "-m", "fabric"], {"text": True, "timeout": 250, "cwd": tmp_path}
+    if trained:
+        command = [*run, "run", "--devices", "2", "--strategy", trained, "train.py"]
+        subprocess.run(command, check=True, **settings)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    command = [*run, "plan", "--devices", "2", "--strategy", "ddp,zero1,fsdp", "--precision", "32-true"]
+    done = subprocess.run([*command, "train.py"], capture_output=True, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:5]] == ["ddp", "zero1", "fsdp"], (
+        done.stdout
+    )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -298,6 +350,7 @@ def test_bad_options_are_refused_with_what_to_write(options, text, capsys):
     ("loop", "text"),
     [
         (lambda: None, "The script ended without a step of an optimizer. Call optimizer.step() in the loop"),
+        (training(net(), rows=32), "The script ended after one step of an optimizer. Call optimizer.step()"),
         (lambda: torch.ones(2).cuda(), "Write fabric.device and fabric.to_device"),
         (lambda: __import__("os")._exit(3), "The script ended its process with exit code 3"),
         (lambda: {}["lr"], f"KeyError: 'lr' ({__file__}:"),

@@ -174,7 +174,7 @@ def join(group: type[MirrorGroup], store: Any, rank: int, ranks: int, nodes: int
     # Its functions have the default group as a default argument: see ParallelStrategy.
     import torch.distributed.nn.functional  # noqa: F401
 
-    for name in (*_LEFT_OUT, *["replicas"] * fake):
+    for name in (*_LEFT_OUT, *["replicas", "loss check"] * fake):
         slices.SLICES[name] = "fabric.left_out"
     dist.Backend.register_backend(
         BACKEND, lambda store, rank, size, _: group(store, rank, size), devices=["cpu"]

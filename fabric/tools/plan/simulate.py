@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from fabric.core._torch import is_fsdp
+from fabric.core.slices import use_slice
 from fabric.core.source import is_user_code
 from fabric.core.tree import flatten, map_tree
 from fabric.data.loader import _FabricDataLoader
@@ -41,6 +42,7 @@ from fabric.tools.plan._torch import around_propagation, behave_as_accelerator
 from fabric.tools.plan.fake import NO_VALUES, FakeTensors
 from fabric.tools.plan.gloo import LIMIT, GlooGroup
 from fabric.tools.plan.memory import FORWARD, MemoryTracker, Peak
+from fabric.utilities.cloud_io import join_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,6 +203,8 @@ class Run:
         self.before: dict[str, int] = {}
         """Bytes sent when the first step ended."""
         self.flops_before = 0
+        self.saved: set[str] = set()
+        """Paths of the checkpoints that the script would have written."""
         Run.current = self
 
     def train(self, loop: Callable[[], Any]) -> None:
@@ -230,6 +234,8 @@ class Run:
         case, group, size = self.case, mirror.MirrorGroup, self.case.ranks * self.case.nodes
         if case.store:
             self.store, group = dist.FileStore(case.store, size), GlooGroup
+        else:  # other ranks have the digests of this rank's part of a file
+            vars(import_module("fabric.checkpoint.digest"))["verify"] = lambda ranges, shares: None
         mirror.join(group, self.store, case.rank, case.ranks, case.nodes, case.fake)
 
     def finish(self) -> NoReturn:
@@ -237,10 +243,11 @@ class Run:
         self.tracker.counting = False
         found = self.found
         found.steps = max(self.steps.values(), default=0)
-        if not found.error and not found.steps:
+        if not found.error and found.steps < STEPS:
+            made = "after one step" if found.steps else "without a step"
             found.error = (
-                "The script ended without a step of an optimizer. Call optimizer.step() in the loop, or give "
-                "it arguments with which it makes two steps."
+                f"The script ended {made} of an optimizer. Call optimizer.step() in the loop, or give it "
+                "arguments with which it makes two steps."
             )
         if not found.error:
             found.curve, found.peak = self.tracker.curve(), self.tracker.peak()
@@ -274,6 +281,7 @@ class Run:
             "precision": case.precision or given.get("precision"),
             "plugins": [one for one in listed if not isinstance(one, dropped)],
             "callbacks": [*(callbacks if isinstance(callbacks, list) else [callbacks]), self],
+            "report": None,
         }
 
     @contextmanager
@@ -389,6 +397,19 @@ class SimulatedFabric(Fabric):
     def __init__(self, **given: Any) -> None:
         super().__init__(**Run.current.arguments(given))
         Run.current.found.given["precision"] = self.strategy.precision.precision
+
+    def save(self, path: Any, *args: Any, wait: bool = True, **kwargs: Any) -> Any:
+        """Write nothing: the file would replace a checkpoint of the user's run."""
+        Run.current.saved.add(str(path))
+        return None if wait else use_slice("background").PendingSave(self.strategy, path, None)
+
+    def save_latest(self, directory: Any, state: Any, *, step: int, **kwargs: Any) -> Any:
+        """Write nothing."""
+        return join_path(directory, f"step-{step:08d}")
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load an existing checkpoint. One that this run would have written has the values of the state."""
+        return {} if str(path) in Run.current.saved else super().load(path, *args, **kwargs)
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Set up a model, and count the allocations."""
