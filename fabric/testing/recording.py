@@ -118,6 +118,7 @@ class RecordedFabric(Fabric):
         if isinstance(kwargs.get("precision"), str | int) and "16" in str(kwargs["precision"]):
             kwargs["precision"] = "32-true"  # rounding of half precision would hide differences
         kwargs |= {"accelerator": "cpu", "devices": ranks, "num_nodes": 1, "callbacks": [*listed, RECORDER]}
+        kwargs["report"] = None  # the directory is that of the user's runs
         super().__init__(**kwargs)
 
     def backward(self, tensor: Any, *args: Any, **kwargs: Any) -> None:

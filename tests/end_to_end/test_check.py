@@ -124,7 +124,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 
-fabric = Fabric(devices=2)
+fabric = Fabric(devices=2, report="report")
 fabric.launch()
 fabric.seed_everything(1)
 model = torch.nn.Linear(4, 2)

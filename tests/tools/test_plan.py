@@ -130,7 +130,8 @@ def test_several_ranks_without_values(strategy):
     case = Case(2, strategy=strategy)
     real, without = [simulate(case._replace(fake=on), training(net())) for on in (False, True)]
     assert not without.error
-    assert without.traffic == pytest.approx(real.traffic, abs=600)  # messages of checks
+    for kind, sent in without.traffic.items():
+        assert sent == pytest.approx(real.traffic[kind], abs=600)  # messages of checks
     for kind in ("parameters", "gradients", "optimizer"):
         assert without.peak.kinds[kind] == real.peak.kinds[kind]
 
