@@ -120,7 +120,11 @@ def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
         return {TAG: "path", "value": str(data)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
-        return _tagged_array(numpy, data, name)
+        try:
+            return _tagged_array(numpy, data, name)
+        except ArgumentTypeError:  # objects, strings, records, dates
+            if not allow_pickle:
+                raise
     if not allow_pickle:
         way = "Or pickle it by fabric.save(..., allow_pickle=True); loading it then needs weights_only=False."
         raise ArgumentTypeError(f"{_refusal(data, name)} {way}")
@@ -213,7 +217,7 @@ def _tagged_array(numpy: Any, data: Any, name: str) -> dict[str, Any]:
     except TypeError:
         raise ArgumentTypeError(
             f"{name} is a numpy value of dtype {data.dtype}, which torch has no type for. "
-            f"Save numbers or bools."
+            "Save numbers or bools, or pickle it by fabric.save(..., allow_pickle=True)."
         ) from None
     tag = "ndarray" if isinstance(data, numpy.ndarray) else "numpy_scalar"
     return {TAG: tag, "value": tensor, "dtype": data.dtype.str}

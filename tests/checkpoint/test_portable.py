@@ -249,3 +249,25 @@ def test_loaded_tensors_own_their_memory_but_those_on_the_way_into_a_module_are_
     assert entries["gone.weight"] is extra
     assert entries["part._extra_state"].data_ptr() != extra.data_ptr()
     assert entries["x_extra_state"]["p"].data_ptr() != extra.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.array(["cat", "dog"]),
+        numpy.array([[1], None], dtype=object),
+        numpy.zeros(2, dtype=[("x", "f4")]),
+        numpy.array(["2026-01-01"], dtype="M8[D]"),
+        numpy.longdouble(1),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_without_a_dtype_of_torch_are_pickled_where_that_is_allowed(array):
+    with pytest.raises(
+        ArgumentTypeError, match=r"Save numbers or bools, or pickle it by .*allow_pickle=True"
+    ):
+        to_portable(array, "state")
+    file = io.BytesIO()
+    torch.save(to_portable({"a": array}, "state", allow_pickle=True), file)
+    file.seek(0)
+    assert_equal(from_portable(torch.load(file, weights_only=False)), {"a": array})
