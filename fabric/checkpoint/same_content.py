@@ -39,7 +39,7 @@ def compare_content(strategy: Any, state: Any, contents: list[tuple[str, str]]) 
     Raises:
         UsageError: They differ, and the state of a model or optimizer is sharded.
     """
-    if state is None or len({content for content, _ in contents}) == 1:
+    if state is None or state == {} or len({content for content, _ in contents}) == 1:
         return
     each = {rank: f"{path} ({content})" for rank, (content, path) in enumerate(contents)}
     text = f"Ranks load different checkpoints ({by_value(each)})"

@@ -294,7 +294,7 @@ class Checkpoints(Exchange):
             shares = [digest.digest_share(ranges, 0, 1)]
         with states.together(self, doing):
             digest.verify(ranges, shares)
-        compare_content(self, state, [each[2] for each in read])
+            compare_content(self, state, [each[2] for each in read])
 
     def _gather_all(self, value: Any) -> list[Any]:
         return [value] if self.topology.world_size == 1 else self.all_gather_object(value, label="load")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -40,9 +41,8 @@ def loads_another(name, folder, format, suffix):
             fabric.load(mine, state)
         assert state["step"] == 0
         assert all(map(torch.equal, model.parameters(), before))
-    for plain in ({"step": 0},):
-        with pytest.warns(match=text) if fabric.is_global_zero else nullcontext():
-            fabric.load(mine, plain, strict=False)
+    with pytest.warns(match=text) if fabric.is_global_zero else nullcontext():
+        fabric.load(mine, {"step": 0}, strict=False)
     fabric.load(mine)  # what each rank does with it is its own affair
     fabric.load(fabric.broadcast(mine), state)
     assert state["step"] == 1
@@ -82,3 +82,18 @@ def copies_with_one_content(folder):
 
 def test_copies_of_one_checkpoint_are_one(ranks, tmp_path):
     ranks.run(copies_with_one_content, tmp_path, world_size=2)
+
+
+def warned_as_error(folder):
+    fabric = launched("ddp")
+    fabric.save(folder / "0.pt", {"step": 1})
+    fabric.save(folder / "1.pt", {"step": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fabric.load(folder / f"{fabric.global_rank}.pt", {"step": 0})
+
+
+def test_a_warning_that_is_an_error_ends_the_load_on_all_ranks(ranks, tmp_path):
+    first, other = ranks.run_expecting_errors(warned_as_error, tmp_path, world_size=2)
+    assert str(first).startswith("Ranks load different checkpoints (0: ")
+    assert str(other).startswith("rank 0 failed while loading")

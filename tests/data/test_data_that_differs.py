@@ -231,11 +231,11 @@ class Hidden(Shuffled):
     """Its generator cannot be found."""
 
     def __init__(self, n):
-        self.n, self.hidden = n, [random.Random(4)]
+        self.n, self.shuffle = n, random.Random(4).shuffle
 
     def __iter__(self):
         order = list(range(self.n))
-        self.hidden[0].shuffle(order)
+        self.shuffle(order)
         return iter(order)
 
 
