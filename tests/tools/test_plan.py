@@ -195,8 +195,8 @@ def test_all_ranks_of_a_pipeline_are_run():
     (row, _) = plan.rows
     assert row.largest > 8
     largest = simulate_all(Case(2, strategy="pipeline", batch_size=row.largest), training(model))
-    # When a message has left, and its memory is free, differs from run to run by a few kB.
-    assert largest.peak.bytes < 1.1 * memory
+    # When a thread of gloo frees the memory of a collective differs from run to run, by some bytes.
+    assert 0.9 * memory < largest.peak.bytes < 1.1 * memory
 
 
 @pytest.mark.parametrize("step", ["forward", "pipeline_step"])

@@ -239,9 +239,8 @@ def _row(
 def largest_batch(one: CaseResult, other: CaseResult, memory: int) -> int:
     """Return the largest number of samples with which a step needs at most `memory` at each time; 0: none.
 
-    The memory at each time is linear in the samples, by two runs, and the peak grows at least as fast as
-    between them. If the runs allocated differently (a pipeline frees what it has sent at other times), the
-    peak limits the number.
+    The memory after each allocation is linear in the samples, by two runs, and the peak grows at least as
+    fast as between them. If the runs made different allocations, the peak limits the number.
     """
     a, b = [torch.tensor(found.curve, dtype=torch.float64) for found in (one, other)]
     first, second = [found.batch_size or 1 for found in (one, other)]
