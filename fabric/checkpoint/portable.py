@@ -217,7 +217,8 @@ def _tagged_array(numpy: Any, data: Any, name: str) -> dict[str, Any]:
     except TypeError:
         raise ArgumentTypeError(
             f"{name} is a numpy value of dtype {data.dtype}, which torch has no type for. "
-            "Save numbers or bools, or pickle it by fabric.save(..., allow_pickle=True)."
+            "Save numbers or bools, or pickle it by fabric.save(..., allow_pickle=True); loading it then "
+            "needs weights_only=False."
         ) from None
     tag = "ndarray" if isinstance(data, numpy.ndarray) else "numpy_scalar"
     return {TAG: tag, "value": tensor, "dtype": data.dtype.str}

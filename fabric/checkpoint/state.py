@@ -73,7 +73,7 @@ def split_content(strategy: Any, state: Any) -> str:
     if not strategy.traits.splits_optimizers:
         return ""
     leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
-    objects = split_objects(strategy, leaves)
+    objects = sharded_objects(strategy, leaves)
     parts = sum([_is_part(leaf) for leaf in leaves])
     return (
         "".join([f"{one}; " for one in objects])
@@ -81,7 +81,7 @@ def split_content(strategy: Any, state: Any) -> str:
     )
 
 
-def split_objects(strategy: Any, leaves: list[Any]) -> list[str]:
+def sharded_objects(strategy: Any, leaves: list[Any]) -> list[str]:
     """Return the names of the models and optimizers that are sharded."""
     traits = strategy.traits
     modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]

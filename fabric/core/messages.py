@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-_SPANS = 16
+_SPANS = 64
 
 
 def print_line(text: str) -> None:
     """Write `fabric: text` and a newline in one call, so that lines of several ranks do not mix."""
     sys.stderr.write(f"fabric: {text}\n")
     sys.stderr.flush()
+
+
+def skip_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Write that `breakpoint()` does nothing here, as sys.breakpointhook of ranks without standard input."""
+    print_line("breakpoint() is skipped on this rank, which has no standard input. Rank 0 stops at its own.")
 
 
 def kind_of(value: Any) -> str:
@@ -31,7 +36,7 @@ def show(value: Any) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return `0, 2-3` for ranks 0, 2 and 3; of more than 16 spans the first 16, and the number of ranks."""
+    """Return `0, 2-3` for ranks 0, 2 and 3; of more than 64 spans the first 64, and the number of ranks."""
     ordered = sorted(set(ranks))
     spans = [
         [rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])

@@ -19,7 +19,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.core.tree import flatten
 from fabric.utilities.seed import derive_seed, host_states, loaded_numpy, set_rng_states
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
     while waiting:
         holder = waiting.pop(0)
         attributes = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
-        values = [value for attribute in attributes for value in _items_of(attribute)]
+        values = [value for attribute in attributes for value in _container_items(attribute)]
         wrapped = {
             id(value): value for value in values if isinstance(value, Sampler) and id(value) not in found
         }
@@ -210,10 +209,11 @@ def generators_of(holders: list[Any], exclude: Any) -> list[Any]:
     return list(generators.values())
 
 
-def _items_of(attribute: Any) -> list[Any]:
-    """Return the values in a short container, or the attribute: long lists are indices."""
-    is_short = type(attribute) in (list, tuple, dict) and len(attribute) <= _MAX_WRAPPED
-    return flatten(attribute)[0] if is_short else [attribute]
+def _container_items(attribute: Any) -> list[Any]:
+    """Return the items of a short container, or the attribute itself: long lists are indices."""
+    if type(attribute) not in (list, tuple, dict) or len(attribute) > _MAX_WRAPPED:
+        return [attribute]
+    return [*(attribute.values() if isinstance(attribute, dict) else attribute)]
 
 
 def generator_state_accessors(value: Any) -> Any:

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, NO_GRADIENT, REFUSED
-from fabric.core.messages import ranks_text
+from fabric.core.messages import name_ranks, ranks_text
 from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ def mismatch_text(rows: Sequence[RankReport]) -> str:
     all_rows, refusing = rows, [row for row in rows if row.what.startswith(REFUSED)]
     rows = [*{row[1:]: row for row in rows}.values()]
     if refusing:
-        head = (
-            f"Rank {ranks_text([row.rank for row in refusing])} refused the arguments of {refusing[0].verb}"
-        )
+        ranks = name_ranks([row.rank for row in refusing]).capitalize()
+        head = f"{ranks} refused the arguments of {refusing[0].verb}"
         remedy = "Call it on all ranks with arguments that every rank accepts."
     elif len({row.verb for row in rows}) == 1:
         head = f"Ranks called {rows[0].verb} with different data"

@@ -94,7 +94,7 @@ def run_commands(
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         env = {**quiet, **os.environ, **variables, **rank_env.variables(os.environ, launched)}
         if rank_env.rank:  # it has no standard input, so that `breakpoint()` would end the job
-            env.setdefault("PYTHONBREAKPOINT", "0")
+            env.setdefault("PYTHONBREAKPOINT", "fabric.core.messages.skip_breakpoint")
         listen_fd = listener.fileno() if listener is not None and rank_env.rank == 0 else None
         if listen_fd is not None:
             env[STORE_FD] = str(listen_fd)

@@ -87,7 +87,7 @@ def original_command() -> tuple[list[str], str | None]:
     if spec is not None and spec.origin == sys.argv[0]:
         # python -m: the module is found from the start directory, if sys.path still begins with it.
         module = spec.name.removesuffix(".__main__")
-        argv = [sys.executable, *flags, "-m", module, *_arguments(original[index:], module)]
+        argv = [sys.executable, *flags, "-m", module, *_arguments(original[index:], module, True)]
         start = sys.path[0] if sys.path else ""
         if str(Path(start, *spec.name.split(".")).with_suffix(".py")) == spec.origin:
             directory = start
@@ -105,15 +105,23 @@ def original_command() -> tuple[list[str], str | None]:
     return argv, directory
 
 
-def _arguments(command: list[str], target: str) -> list[str]:
+def _arguments(command: list[str], target: str, is_module: bool = False) -> list[str]:
     """Return the arguments of a script or module in a command line; `sys.argv` may lack those that the script
     has parsed.
+
+    The options of a debugger or profiler may name the script, too. A name that follows no option is the
+    script's own.
     """
-    if command[-len(sys.argv) :] == sys.argv:  # a debugger's own options may name the script, too
-        return sys.argv[1:]
-    name = re.compile(rf"(-\w*m)?{re.escape(target)}")  # also -mpackage
-    places = [place for place, word in enumerate(command) if name.fullmatch(word)]
-    return command[places[0] + 1 :] if places else sys.argv[1:]
+    if is_module:
+        name = re.compile(rf"-\w*m ?{re.escape(target)}(\.__main__)?")  # also -mpackage
+        words = enumerate(zip(["", *command], command, strict=False))
+        places = [at for at, (m, word) in words if name.fullmatch(word) or name.fullmatch(f"{m} {word}")]
+    else:
+        named = [at for at, word in enumerate(command) if word == target]
+        free = [at for at in named if at == 0 or not command[at - 1].startswith("-")]
+        places = free or [at for at in named if command[at + 1 :] == sys.argv[1:]] or named
+    arguments = command[places[0] + 1 :] if places else sys.argv[1:]
+    return arguments[1:] if arguments[:1] == ["---"] else arguments  # scalene's mark of their beginning
 
 
 def _coverage(original: list[str], arguments: int) -> list[str]:

@@ -287,8 +287,8 @@ class Checkpoints(Exchange):
         with states.together(self, doing):
             yield ranges
             own = digest.digest_share(ranges, same.index(rank), len(same), here.local_world_size)
-            key, content = digest.identity(ranges), (content_of(path, ranges), str(path))
-        read = self._gather_all((key, own, content))
+            key, content = digest.identity(ranges), content_of(path, ranges)
+        read = self._gather_all((key, own, (content, str(path), here.job_rank)))
         shares = [read[other][1] for other in same]
         if any([read[other][0] != key for other in same]):  # replaced meanwhile
             shares = [digest.digest_share(ranges, 0, 1)]

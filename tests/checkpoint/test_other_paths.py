@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_cases import launched, net
 
+from fabric.checkpoint.same_content import content_of
 from fabric.core.errors import UsageError
 
 
@@ -43,7 +44,7 @@ def loads_another(name, folder, format, suffix):
         assert all(map(torch.equal, model.parameters(), before))
     with pytest.warns(match=text) if fabric.is_global_zero else nullcontext():
         fabric.load(mine, {"step": 0}, strict=False)
-    fabric.load(mine)  # what each rank does with it is its own affair
+    fabric.load(mine)  # without state nothing is restored
     fabric.load(fabric.broadcast(mine), state)
     assert state["step"] == 1
 
@@ -55,18 +56,30 @@ def test_another_path_on_a_rank(ranks, tmp_path, name, size, format):
 
 
 def loads_other_files_of_torch(folder):
+    """Of equal size; then one that each rank has downloaded, under a name of its own."""
     fabric = launched("zero3")
     model = fabric.setup(net(1))
-    torch.save(net().state_dict(), folder / f"{fabric.global_rank}.pt")
+    mine = folder / f"{fabric.global_rank}.pt"
+    torch.save(net(fabric.global_rank).state_dict(), mine)
     fabric.barrier()
-    text = r"0: .*/0\.pt \(\d+ bytes, named 0\.pt\) \| 1: .*/1\.pt \(\d+ bytes, named 1\.pt\)\), so model 0 "
+    text = r"0: .*/0\.pt \(CRC-32 \w+\) \| 1: .*/1\.pt \(CRC-32 \w+\)\), so model 0 \(Sequential\) would"
     with pytest.raises(UsageError, match=text):
-        fabric.load_raw(folder / f"{fabric.global_rank}.pt", model)
-    fabric.load_raw(folder / "0.pt", model)
+        fabric.load_raw(mine, model)
+    copy = folder / f"copy{fabric.global_rank}.pt"
+    copy.write_bytes((folder / "0.pt").read_bytes())
+    fabric.load_raw(copy, model)
 
 
-def test_files_without_a_digest_are_compared_by_name_and_size(ranks, tmp_path):
+def test_files_without_a_digest_are_compared_by_their_ends(ranks, tmp_path):
     ranks.run(loads_other_files_of_torch, tmp_path, world_size=2)
+
+
+def test_directories_without_a_digest_are_compared_by_their_files(tmp_path):
+    for name, weight in (("a/ckpt", 1.0), ("b/ckpt", 2.0), ("c/other", 1.0)):
+        (tmp_path / name).mkdir(parents=True)
+        torch.save({"w": torch.full((9,), weight)}, tmp_path / name / "part.pt")
+    first, second, copy = [content_of(tmp_path / name) for name in ("a/ckpt", "b/ckpt", "c/other")]
+    assert (first == copy, first == second) == (True, False)
 
 
 def copies_with_one_content(folder):

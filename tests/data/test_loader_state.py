@@ -459,3 +459,10 @@ def test_the_length_of_a_stream_that_shares_itself_out(fabric):
     for batch, drop_last, expected in ((2, False, 4), (2, True, 3), (None, False, 7)):
         raw = DataLoader(Long(7), batch, drop_last=drop_last)
         assert len(fabric.setup_dataloaders(raw, shard_iterable=False)) == expected == len(raw)
+
+
+def test_data_that_refer_to_themselves_are_not_walked(fabric):
+    document = {"text": "a"}
+    document["self"] = [document]
+    loader = fabric.setup_dataloaders(DataLoader([document] * 4, 2, collate_fn=own_collate))
+    assert [len(batch) for batch in loader] == [2, 2]

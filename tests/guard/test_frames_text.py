@@ -216,7 +216,7 @@ def test_what_the_error_begins_and_ends_with():
     assert refused.startswith("Rank 1 refused the arguments of all_reduce #2.\n")
     assert refused.splitlines()[-1] == "Call it on all ranks with arguments that every rank accepts."
     both = mismatch_text([refusal._replace(rank=0), refusal])
-    assert both.startswith("Rank 0-1 refused the arguments of all_reduce #2.\n")
+    assert both.startswith("Ranks 0-1 refused the arguments of all_reduce #2.\n")
 
     for text, places in ((other_verbs, (a, b)), (other_data, (a, b)), (refused, (a, b)), (both, (b,))):
         assert [line.split()[-1] for line in text.splitlines()[2:-1]] == list(places)

@@ -310,6 +310,39 @@ def test_a_launched_rank_starts_nothing(monkeypatch):
             ["python", "-m", "pdb", "-c", "continue", __file__, "--lr", "1"],
             ([__file__, "--lr", "1"], None),
         ),
+        (  # an argument that the script has taken names it
+            {"__file__": __file__},
+            [__file__],
+            ["python", "-m", "pdb", __file__, "--config", __file__],
+            ([__file__, "--config", __file__], None),
+        ),
+        (  # so does an option of a tool
+            {"__file__": __file__},
+            [__file__, "--lr", "1"],
+            ["python", "/bin/profiler", "--only", __file__, "-p", __file__, "--lr", "1"],
+            ([__file__, "--lr", "1"], None),
+        ),
+        (
+            {"__file__": __file__},
+            [__file__],
+            ["python", "/bin/scalene", __file__, "---", "--lr", "1"],
+            ([__file__, "--lr", "1"], None),
+        ),
+        (
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="a.m", origin="/a/m.py")},
+            ["/a/m.py", "--lr", "1"],
+            ["python", "/bin/coverage", "run", "--source", "a.m", "-m", "a.m", "--lr", "1"],
+            (["-m", "a.m", "--lr", "1"], "/"),
+        ),
+        (
+            {
+                "__file__": "/p/__main__.py",
+                "__spec__": SimpleNamespace(name="p.__main__", origin="/p/m.py"),
+            },
+            ["/p/m.py"],
+            ["python", "-m", "p.__main__", "--lr", "1"],
+            (["-m", "p", "--lr", "1"], None),
+        ),
     ],
 )
 def test_the_command_is_run_again(monkeypatch, main, argv, original, expected):

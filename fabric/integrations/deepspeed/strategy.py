@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint import state as states
+from fabric.checkpoint.same_content import compare_content, content_of
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.integrations.deepspeed import checkpoints
 from fabric.integrations.deepspeed.layout import DeepSpeedLayout
@@ -380,7 +381,10 @@ class DeepSpeedStrategy(DDPStrategy):
         self.finish_save()
         self.check_barrier("load", "deepspeed")
         with states.together(self, f"loading {path}"):
-            tree = checkpoints.check_directory(self, directory)
+            tree, content = checkpoints.check_directory(self, directory), content_of(directory)
+        read = self._gather_all((content, str(path), self.topology.job_rank))
+        with states.together(self, f"loading {path}"):
+            compare_content(self, state, read)
         yield tree
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:

@@ -128,8 +128,8 @@ class MemoryTracker(TorchDispatchMode):
                     self.records[number].is_output = True
 
     def curve(self) -> array[int]:
-        """The live bytes after each allocation, from the first step on. When a thread of gloo frees memory
-        of a collective differs between runs.
+        """The live bytes after each allocation, from the first step on. The time at which a thread of gloo
+        frees memory differs between runs, so frees are left out.
         """
         changes = [*zip(self.deltas, accumulate(self.deltas), strict=True)][self.begin :]
         return array("q", [live for at, (delta, live) in enumerate(changes) if delta > 0 or at == 0])

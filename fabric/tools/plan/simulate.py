@@ -42,7 +42,7 @@ from fabric.tools.plan._torch import around_propagation, behave_as_accelerator
 from fabric.tools.plan.fake import NO_VALUES, FakeTensors
 from fabric.tools.plan.gloo import LIMIT, GlooGroup
 from fabric.tools.plan.memory import FORWARD, MemoryTracker, Peak
-from fabric.utilities.cloud_io import join_path
+from fabric.utilities.cloud_io import join_path, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,7 +235,7 @@ class Run:
         if case.store:
             self.store, group = dist.FileStore(case.store, size), GlooGroup
         else:  # other ranks have the digests of this rank's part of a file
-            vars(import_module("fabric.checkpoint.digest"))["verify"] = lambda ranges, shares: None
+            vars(import_module("fabric.checkpoint.digest"))["verify"] = lambda ranges, shares=None: None
         mirror.join(group, self.store, case.rank, case.ranks, case.nodes, case.fake)
 
     def finish(self) -> NoReturn:
@@ -391,6 +391,10 @@ def _described(error: BaseException) -> str:
     return f"{kind}: {text}{place}.{advice}"
 
 
+def _absolute(path: Any) -> str:
+    return str(local_path(path) or path)
+
+
 class SimulatedFabric(Fabric):
     """The user's `Fabric`, as rank zero of the ranks of a case."""
 
@@ -400,16 +404,23 @@ class SimulatedFabric(Fabric):
 
     def save(self, path: Any, *args: Any, wait: bool = True, **kwargs: Any) -> Any:
         """Write nothing: the file would replace a checkpoint of the user's run."""
-        Run.current.saved.add(str(path))
+        Run.current.saved.add(_absolute(path))
         return None if wait else use_slice("background").PendingSave(self.strategy, path, None)
 
     def save_latest(self, directory: Any, state: Any, *, step: int, **kwargs: Any) -> Any:
         """Write nothing."""
-        return join_path(directory, f"step-{step:08d}")
+        path = join_path(directory, f"step-{step:08d}")
+        Run.current.saved.add(_absolute(path))
+        return path
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load an existing checkpoint. One that this run would have written has the values of the state."""
-        return {} if str(path) in Run.current.saved else super().load(path, *args, **kwargs)
+        return {} if _absolute(path) in Run.current.saved else super().load(path, *args, **kwargs)
+
+    def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Load as `load` does."""
+        if _absolute(path) not in Run.current.saved:
+            super().load_raw(path, *args, **kwargs)
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Set up a model, and count the allocations."""
