@@ -30,7 +30,7 @@ _SECONDARY_FAILURE = re.compile(
     r"^(RuntimeError|RankError|Dist\w*Error): .*(connection (was )?(closed|reset|refused)|broken pipe"
     r"|pair closure|remote process exited|recv(value)?.*failed|failed to recv|socket (was )?closed"
     r"|lost rank zero's store|ncclRemoteError|NCCL communicator was abort)|^DistNetworkError"
-    r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: rank [\d, ]+ ended",
+    r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: ranks? [\d, -]+ ended",
     re.IGNORECASE,
 )
 _COLLECTIVE_FAILURE = re.compile(r"RankError: (\w+)\S*(?: at .*)? failed on rank \d.*\(([^()]+:\d+)\)$")

@@ -121,6 +121,10 @@ def test_where_all_failures_are_consequences_the_rank_that_ended_well_left_too_e
     ],
 )
 def test_a_rank_that_left_too_early_is_told_with_the_call_that_another_waits_in(doing, name):
+    reason = (
+        f"RankError: {doing} failed on rank 0: ranks 1, 3-4 ended, or do not answer (closed). (train.py:18)"
+    )
+    assert is_secondary_failure(reason)
     reason = f"RankError: {doing} failed on rank 0: rank 1 ended, or does not answer (closed). (train.py:18)"
     cause = root_cause([failed(0, 1.0, reason)], finished=[1])
     hint = ": is the call inside `if fabric.is_global_zero`?" * (name == "save")

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from array import array
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from fabric.core.source import is_user_code
 from fabric.core.tree import flatten, map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
+from fabric.launch.rank_exit import is_secondary_failure
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.precision.precision import Precision
 from fabric.tools.plan import mirror
@@ -42,12 +43,14 @@ from fabric.tools.plan._torch import around_propagation, behave_as_accelerator
 from fabric.tools.plan.fake import NO_VALUES, FakeTensors
 from fabric.tools.plan.gloo import LIMIT, GlooGroup
 from fabric.tools.plan.memory import FORWARD, MemoryTracker, Peak
-from fabric.utilities.cloud_io import join_path, local_path
+from fabric.utilities.cloud_io import join_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 STEPS = 2
+_CAUSE_S = 5
+"""Seconds in which the rank that closed a connection of gloo reports its error."""
 _LOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -126,17 +129,21 @@ def simulate_all(case: Case, loop: Callable[[], Any]) -> CaseResult:
         children = [_fork(one, loop) for one in cases]
         with ThreadPoolExecutor(len(cases)) as pool:
             waiting = {pool.submit(_result, *child): child[0] for child in children}
-            order = [*waiting]
-            error = None
+            order, failed = [*waiting], list[CaseResult]()
             for future in as_completed(order):
                 del waiting[future]
-                if error is None and future.result().error:
-                    error = future.result()
-                    for process in waiting.values():
-                        with suppress(ProcessLookupError):
-                            os.kill(process, signal.SIGKILL)
-    if error is not None:
-        return error
+                if failed or not future.result().error:
+                    continue
+                failed.append(future.result())
+                ended = set()
+                if is_secondary_failure(failed[0].error):  # the rank that closed the connection fails, too
+                    ended = wait(waiting, _CAUSE_S, FIRST_COMPLETED).done
+                    failed += [one.result() for one in ended if one.result().error]
+                for other in waiting.keys() - ended:
+                    with suppress(ProcessLookupError):
+                        os.kill(waiting[other], signal.SIGKILL)
+    if failed:
+        return next((one for one in failed if not is_secondary_failure(one.error)), failed[0])
     found = [future.result() for future in order]
     return replace(max(found, key=lambda one: one.peak.bytes), ranks=found)
 
@@ -391,10 +398,6 @@ def _described(error: BaseException) -> str:
     return f"{kind}: {text}{place}.{advice}"
 
 
-def _absolute(path: Any) -> str:
-    return str(local_path(path) or path)
-
-
 class SimulatedFabric(Fabric):
     """The user's `Fabric`, as rank zero of the ranks of a case."""
 
@@ -404,22 +407,22 @@ class SimulatedFabric(Fabric):
 
     def save(self, path: Any, *args: Any, wait: bool = True, **kwargs: Any) -> Any:
         """Write nothing: the file would replace a checkpoint of the user's run."""
-        Run.current.saved.add(_absolute(path))
+        Run.current.saved.add(os.path.abspath(path))
         return None if wait else use_slice("background").PendingSave(self.strategy, path, None)
 
     def save_latest(self, directory: Any, state: Any, *, step: int, **kwargs: Any) -> Any:
         """Write nothing."""
         path = join_path(directory, f"step-{step:08d}")
-        Run.current.saved.add(_absolute(path))
+        Run.current.saved.add(os.path.abspath(path))
         return path
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load an existing checkpoint. One that this run would have written has the values of the state."""
-        return {} if _absolute(path) in Run.current.saved else super().load(path, *args, **kwargs)
+        return {} if os.path.abspath(path) in Run.current.saved else super().load(path, *args, **kwargs)
 
     def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Load as `load` does."""
-        if _absolute(path) not in Run.current.saved:
+        if os.path.abspath(path) not in Run.current.saved:
             super().load_raw(path, *args, **kwargs)
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
