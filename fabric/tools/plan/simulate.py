@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 STEPS = 2
-_CAUSE_S = 5
-"""Seconds in which the rank that closed a connection of gloo reports its error."""
+_CAUSE_S = 5  # seconds in which the rank that closed a connection of gloo reports its error
 _LOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -210,7 +210,7 @@ class Run:
         self.before: dict[str, int] = {}
         """Bytes sent when the first step ended."""
         self.flops_before = 0
-        self.saved: set[str] = set()
+        self.saved: set[Path] = set()
         """Paths of the checkpoints that the script would have written."""
         Run.current = self
 
@@ -407,22 +407,22 @@ class SimulatedFabric(Fabric):
 
     def save(self, path: Any, *args: Any, wait: bool = True, **kwargs: Any) -> Any:
         """Write nothing: the file would replace a checkpoint of the user's run."""
-        Run.current.saved.add(os.path.abspath(path))
+        Run.current.saved.add(Path(path).resolve())
         return None if wait else use_slice("background").PendingSave(self.strategy, path, None)
 
     def save_latest(self, directory: Any, state: Any, *, step: int, **kwargs: Any) -> Any:
         """Write nothing."""
         path = join_path(directory, f"step-{step:08d}")
-        Run.current.saved.add(os.path.abspath(path))
+        Run.current.saved.add(Path(path).resolve())
         return path
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load an existing checkpoint. One that this run would have written has the values of the state."""
-        return {} if os.path.abspath(path) in Run.current.saved else super().load(path, *args, **kwargs)
+        return {} if Path(path).resolve() in Run.current.saved else super().load(path, *args, **kwargs)
 
     def load_raw(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Load as `load` does."""
-        if os.path.abspath(path) not in Run.current.saved:
+        if Path(path).resolve() not in Run.current.saved:
             super().load_raw(path, *args, **kwargs)
 
     def setup(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
