@@ -62,7 +62,8 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
                 tree = stack.enter_context(strategy.opened(path, state=state))
             except Exception as error:  # on all ranks: this rank's error, or one that quotes another's
                 failure = f"{type(error).__name__}: {error}"
-                rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {failure}")
+                with together(strategy, f"loading {path}"):  # also where warnings are errors
+                    rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {failure}")
                 continue
             with together(strategy, f"loading {path}"):
                 strategy.restore(tree, state, strict)
