@@ -24,7 +24,7 @@ from test_deepspeed import (
 from torch.optim import Adam
 
 from fabric import Fabric
-from fabric.core.errors import DamagedCheckpointError, RankError
+from fabric.core.errors import DamagedCheckpointError, RankError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DeepSpeed's own
 SHORT = {name: WAYS[name] for name in ("1", "2", "3", "3 offloaded")}
@@ -291,6 +291,24 @@ def test_on_another_number_of_ranks(ranks, tmp_path):
     ranks.run(saved_and_loaded, "2", str(tmp_path / "two"), None, world_size=WORLD)
     with pytest.raises(Exception, match="has the parts of 2 ranks, and there are 1: DeepSpeed reads its"):
         ranks.run(on_fewer, str(tmp_path / "two"), world_size=1)
+
+
+def of_another_step(folder):
+    fabric = launched("2")
+    on = Split(fabric)
+    model, optimizer = fresh(on)
+    state = {"model": model, "optimizer": optimizer}
+    for step in range(2):
+        steps(on, model, optimizer, step)
+        fabric.save(f"{folder}/{step}", state)
+    with pytest.raises(UsageError, match=r"Ranks load different checkpoints \(0: .*/0 .* \| 1: .*/1 "):
+        fabric.load(f"{folder}/{fabric.global_rank}", state)
+    fabric.load(f"{folder}/1", state)
+    fabric.strategy.teardown()
+
+
+def test_ranks_that_load_directories_of_other_steps(ranks, tmp_path):
+    ranks.run(of_another_step, str(tmp_path), world_size=WORLD)
 
 
 def test_under_another_strategy(tmp_path):
