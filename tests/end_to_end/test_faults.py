@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric.core.messages import name_ranks
+
 SUBJECT = Path(__file__).parent / "scripts" / "faults.py"
 LAUNCHERS = ["script", "cli", "spawn", "fork", "forkserver"]
 FUNCTIONS = ["spawn", "fork", "forkserver"]
@@ -113,10 +115,9 @@ class Job:
         if launcher == "script" and victim == 0 and how == "kill":
             reason = r"killed by a signal, or ended by os\._exit"
         rest = [rank for rank in range(self.ranks) if rank != victim]
-        plural = "s" if len(rest) > 1 else ""
         line = (
             f"rank {victim} on {re.escape(socket.gethostname())} failed first: {reason}; "
-            f"rank{plural} {', '.join(map(str, rest))} stopped because of it"
+            f"{name_ranks(rest)} stopped because of it"
         )
         assert len(re.findall(line, self.err)) == 1, self.err
         function = launcher in FUNCTIONS  # the launching process raises, and shows its own traceback
