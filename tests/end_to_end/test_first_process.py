@@ -194,7 +194,7 @@ def test_the_exit_code_and_the_last_line_are_those_of_the_cause(tmp_path, body, 
     path.write_text(
         "import atexit\natexit.register(print, 'hook')\n"
         + HEAD
-        + "fabric.barrier()\ntry:\n"
+        + "try:\n    fabric.barrier()\n"  # in which rank zero may still be when the other one fails
         + textwrap.indent(body, "    ")
         + "\nfinally:\n    fabric.global_rank or print('finally', flush=True)\n"
     )
