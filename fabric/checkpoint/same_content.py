@@ -39,7 +39,10 @@ def content_of(path: PathLike, ranges: Sequence[Sealed] = ()) -> str:
     if not ranges:
         if local is None or not local.exists():
             return str(path)
-        files = [local] if local.is_file() else sorted([file for file in local.rglob("*") if file.is_file()])
+        # Hidden files are locks and caches of downloads, which differ between ranks.
+        names = sorted([file.relative_to(local) for file in local.rglob("*") if file.is_file()])
+        shown = [name for name in names if not any([part.startswith(".") for part in name.parts])]
+        files = [local] if local.is_file() else [local / name for name in shown]
         sizes = [(str(file.relative_to(local)), file.stat().st_size) for file in files]
         facts = sizes, [_end_of(file) for file in files[:_MAX_ENDS]]
     return f"CRC-32 {zlib.crc32(repr(facts).encode()):08x}"

@@ -28,6 +28,7 @@ _ORDERED = (SequentialSampler, range, list, tuple)
 _DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _GROWTH = 256
 _MAX_WRAPPED = 1_000
+"""Most items of a container in which samplers are looked for."""
 
 
 class EpochOrder:

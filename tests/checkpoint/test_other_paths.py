@@ -78,6 +78,8 @@ def test_directories_without_a_digest_are_compared_by_their_files(tmp_path):
     for name, weight in (("a/ckpt", 1.0), ("b/ckpt", 2.0), ("c/other", 1.0)):
         (tmp_path / name).mkdir(parents=True)
         torch.save({"w": torch.full((9,), weight)}, tmp_path / name / "part.pt")
+    (tmp_path / "c/other/.cache").mkdir()
+    (tmp_path / "c/other/.cache/a.lock").write_text("of a download")
     first, second, copy = [content_of(tmp_path / name) for name in ("a/ckpt", "b/ckpt", "c/other")]
     assert (first == copy, first == second) == (True, False)
 
