@@ -26,6 +26,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.job_secret import secret_of
@@ -153,7 +154,7 @@ class DeadlockDetector:
         self.can_raise = False
         """Whether a deadlocked rank waits in a call of a `CallChecker`, which raises."""
         self._last_status: RankStatus | None = None
-        self._last_record = max([entry["record_id"] for entry in flight_record()], default=-1)
+        self._created_ns = time.time_ns()
         self.members: dict[str, Sequence[int]] = {}
         """The ranks of the groups in whose calls this rank has waited."""
         self._published_groups: set[str] = set()  # whose members are in the store
@@ -169,16 +170,17 @@ class DeadlockDetector:
         """Return `started` and `pending` of a `RankStatus`.
 
         Counts start with the job's group. Pending are those for which `thread`, or autograd for it, may wait.
-        The kind is torch's name, such as "gloo:all_reduce". Sends, receives and collectives from before a
-        fork are left out.
+        The kind is torch's name, such as "gloo:all_reduce". Sends, receives, collectives from before a fork
+        and those of a former job of this process are left out.
         """
         others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
         last = dict.fromkeys(group_names(), 0)
         pending: dict[str, list[tuple[int, str]]] = {}
-        for entry in flight_record():
+        # Groups of former jobs of this process have the same names.
+        for entry in dropwhile(lambda entry: entry["time_created_ns"] < self._created_ns, flight_record()):
             name, number = entry["process_group"][0], entry["collective_seq_id"]
-            if entry["is_p2p"] or entry["record_id"] <= self._last_record or name not in last:
-                continue  # groups of former jobs have the same names; others were destroyed
+            if entry["is_p2p"] or name not in last:  # of a group that was destroyed
+                continue
             last[name] = max(number, last[name])
             if not entry["retired"] and str(entry["thread_id"]) not in others:
                 pending.setdefault(name, []).append((number, entry["profiling_name"]))

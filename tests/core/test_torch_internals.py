@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import pickle
+import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -659,9 +660,13 @@ def _one_group() -> None:
     assert len(guard.group_names()) == 1
     assert guard.group_timeout(world, "cpu") == timedelta(minutes=30)
     assert guard.group_timeout(world, "xpu") is None
-    torch.distributed.all_reduce(torch.ones(1))
-    last = guard.flight_record()[-1]
+    times = [time.time_ns()]
+    for _ in range(2):
+        torch.distributed.all_reduce(torch.ones(1))
+        times.append(time.time_ns())
+    first, last = guard.flight_record()[-2:]  # in the order of their start
     assert (last["profiling_name"], last["is_p2p"]) == ("gloo:all_reduce", False)
+    assert times[0] <= first["time_created_ns"] <= times[1] <= last["time_created_ns"] <= times[2]
 
 
 def test_process_groups(tmp_path: Path) -> None:

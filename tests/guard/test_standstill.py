@@ -9,6 +9,7 @@ import faulthandler
 import os
 import re
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, LaunchError
+from fabric.guard.call_checker import job_detector
 from fabric.guard.deadlocks import find_deadlocked
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ZeRO1Strategy
 from fabric.testing import RankTimeout, rank_info
@@ -225,3 +227,19 @@ def asleep():
 
 def test_a_hook_that_sleeps_is_no_wait_for_ranks(ranks):
     assert ranks.run(asleep, world_size=2) == [None, None]
+
+
+def collectives_of_a_new_job():
+    fabric = Fabric(accelerator="cpu", devices=2)
+    fabric.launch()
+    before = list(job_detector().torch_collectives(threading.get_ident())[0].values())
+    dist.all_reduce(torch.ones(1))
+    after = list(job_detector().torch_collectives(threading.get_ident())[0].values())
+    return before, after
+
+
+def test_collectives_of_a_former_job_are_not_counted(ranks):
+    """Its groups have the same names, and torch's record has its collectives."""
+    for _ in range(2):
+        for (before,), (after,) in ranks.run(collectives_of_a_new_job, world_size=2):
+            assert after == before + 1
