@@ -116,13 +116,18 @@ class ParallelStrategy(Strategy):
 
         Raises:
             ConfigurationError: Unknown `start_method`.
-            ArgumentTypeError: `context_parallel` is no `ContextParallel`.
+            ArgumentTypeError: `context_parallel` is no `ContextParallel`, or a timeout is no timedelta.
         """
         if start_method not in START_METHODS:
             raise ConfigurationError(
                 f"start_method={start_method!r} is unknown. Write one of "
                 f"{', '.join(map(repr, START_METHODS))}."
             )
+        for name, value in {"timeout": timeout, "startup_timeout": startup_timeout}.items():
+            if not isinstance(value, timedelta) and (value is not None or name == "startup_timeout"):
+                raise ArgumentTypeError(
+                    f"{name}={value!r} is not a timedelta. Write {name}=timedelta(seconds=60), of datetime."
+                )
         if not isinstance(context_parallel, Part | None):
             raise ArgumentTypeError(
                 f"context_parallel={context_parallel!r} is not a ContextParallel. Write "
@@ -286,8 +291,15 @@ class ParallelStrategy(Strategy):
         return partial(self._step_by_mean, plan)
 
     def _step_by_mean(
-        self, plan: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+        self, plan: Any, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
+        if closure is None:
+            raise ArgumentTypeError(
+                "LBFGS.step() needs a closure, since it computes the loss several times per step. Write "
+                "optimizer.step(closure): the closure calls zero_grad() and fabric.backward(loss), and "
+                "returns the loss."
+            )
+
         def mean() -> Any:
             loss = closure()
             is_tensor = torch.is_tensor(loss)

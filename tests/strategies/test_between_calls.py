@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fabric import Fabric
-from fabric.core.errors import UsageError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.strategies import FSDPStrategy, PipelineStrategy
 
 
@@ -497,6 +497,19 @@ def test_lbfgs_goes_by_the_loss_of_all_ranks(ranks, as_number):
     (alone,) = ranks.run(lbfgs, 1, as_number, world_size=1)
     for weights in ranks.run(lbfgs, 2, as_number, world_size=2):
         assert weights == pytest.approx(alone, abs=1e-9)
+
+
+def lbfgs_without_a_closure():
+    fabric = Fabric(accelerator="cpu", devices=2)
+    fabric.launch()
+    model = net(1)
+    _, optimizer = fabric.setup(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ArgumentTypeError, match=r"needs a closure.* Write optimizer\.step\(closure\)"):
+        optimizer.step()
+
+
+def test_lbfgs_without_a_closure(ranks):
+    ranks.run(lbfgs_without_a_closure, world_size=2)
 
 
 @pytest.mark.parametrize("how", ["dropped", "averaged by hand"])

@@ -186,6 +186,16 @@ AT_ONCE = {
         ConfigurationError,
         ["start_method='threads' is unknown. Write one of 'popen', 'spawn', 'fork', 'forkserver'"],
     ),
+    "timeout a number": (
+        lambda: FSDPStrategy(timeout=60),
+        ArgumentTypeError,
+        ["timeout=60 is not a timedelta. Write timeout=timedelta(seconds=60), of datetime."],
+    ),
+    "startup_timeout None": (
+        lambda: ModelParallelStrategy(unchanged, startup_timeout=None),
+        ArgumentTypeError,
+        ["startup_timeout=None is not a timedelta"],
+    ),
     "start_method of a mesh": (
         lambda: ModelParallelStrategy(unchanged, start_method="threads"),
         ConfigurationError,
