@@ -100,8 +100,9 @@ def mismatch_table(rows: Sequence[RankReport]) -> str:
 
 
 def align_columns(cells: Sequence[tuple[str, ...]]) -> str:
-    """Return a line per tuple, with all columns but the last as wide as their longest cell."""
-    widths = [max([len(line[column]) for line in cells]) for column in range(len(cells[0]) - 1)]
+    """Return a line per tuple, with all columns but the last as wide as their longest cell up to 100."""
+    sizes = [[len(line[column]) for line in cells] for column in range(len(cells[0]) - 1)]
+    widths = [max([size for size in column if size <= 100], default=0) for column in sizes]
     lines = [[*map(str.ljust, line, widths), line[-1]] for line in cells]
     return "\n".join(["  ".join(["", *line]).rstrip() for line in lines])
 

@@ -136,6 +136,14 @@ def test_the_columns_of_the_table_stand_below_each_other():
     ]
 
 
+def test_a_refusal_does_not_widen_the_other_rows():
+    refusal = f"{REFUSED}ArgumentTypeError: {'long ' * 50}end"
+    rows = [RankReport(0, "scatter #1", refusal, "a.py:1"), RankReport(1, "scatter #1", "", "a.py:2")]
+    _, one, two = mismatch_table(rows).splitlines()
+    assert one == f"  0     scatter #1  {refusal}  a.py:1"
+    assert two == "  1     scatter #1        a.py:2"
+
+
 def shown(*whats):
     """The data column of each rank, as the table shows it."""
     lines = mismatch_table(
