@@ -69,13 +69,18 @@ class Setting(NamedTuple):
 
 
 _FOREIGN_OPTIONS = {
-    "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
+    "-d": "--devices", "-n": "--devices", "-np": "--devices",
+    "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
     "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
     "--master-addr": "--main-address", "--master_addr": "--main-address", "--master-port": "--main-port",
     "--master_port": "--main-port", "-l": "--prefix-ranks", "--label": "--prefix-ranks",
     "--tag-output": "--prefix-ranks", "--mixed-precision": "--precision", "--mixed_precision": "--precision",
 }  # fmt: skip
 """Options of torchrun, mpirun and other launchers, with the equivalent of `fabric run`."""
+_FOREIGN_COMMANDS = {
+    "launch": "run", "start": "run", "estimate-memory": "plan", "merge-weights": "consolidate",
+}  # fmt: skip
+"""Commands of Accelerate and others, with the equivalent of `fabric`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -102,7 +107,8 @@ class _Parser(argparse.ArgumentParser):
             equivalent = _FOREIGN_OPTIONS.get(re.sub(r"^(-\w+?)\d+$", r"\1", unknown[1]))  # -n2
             message += f". Write {equivalent}." if equivalent else f".{did_you_mean(unknown[1], known)}"
         if choice := re.search(r"invalid choice: '([^']+)'", message):
-            message += f".{did_you_mean(choice[1], _COMMANDS)}"
+            command = _FOREIGN_COMMANDS.get(choice[1])
+            message += f". Write fabric {command}." if command else f".{did_you_mean(choice[1], _COMMANDS)}"
         super().error(message)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and (given[0].endswith(".py") or (given[0][:1] == "-" and given[0] not in own)):
         parser.error(f"{given[0]} is not a command. Write fabric run {shlex.join(given)}.")
+    if len(given) == 2 and given[0] == "help":
+        given = [given[1], "--help"]
     options = parser.parse_args(given)
     if options.command in (None, "help"):
         parser.print_help()
@@ -319,6 +327,8 @@ def _command_line(options: argparse.Namespace) -> list[str]:
 
 def _similar_file(script: str) -> str:
     """Return a sentence with the Python files whose names are similar; or ""."""
+    if re.fullmatch(r"python[\d.]*", Path(script).name):
+        return f" Leave {script} out: the command starts Python."
     files = [str(path) for path in Path(script).parent.glob("*.py")]
     return did_you_mean(script, files)
 

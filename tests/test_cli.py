@@ -172,6 +172,9 @@ def test_the_versions_of_what_counts(capsys, option):
     ("arguments", "text"),
     [
         (["chek"], "invalid choice: 'chek' .* Did you mean 'check'?"),
+        (["launch", "x.py"], "invalid choice: 'launch' .*. Write fabric run."),
+        (["help", "rnu"], "invalid choice: 'rnu' .* Did you mean 'run'?"),
+        (["run", "-d", "2", "x.py"], "unrecognized arguments: -d. Write --devices."),
         (["run", "-n", "2", "x.py"], "unrecognized arguments: -n. Write --devices."),
         (
             ["run", "--nproc-per-node=2", "x.py"],
@@ -192,6 +195,18 @@ def test_wrong_usage_says_what_to_write(capsys, arguments, text):
         cli.main(arguments)
     said = capsys.readouterr().err
     assert re.search(text.replace("?", r"\?").replace(". W", r"\. W"), said), said
+
+
+def test_the_name_of_python_is_no_script(capsys):
+    assert cli.main(["run", "--devices", "2", "python3.11", "train.py"]) == 2
+    assert "does not exist" in (said := capsys.readouterr().err)
+    assert "Leave python3.11 out: the command starts Python." in said
+
+
+def test_help_of_a_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["help", "run"])
+    assert "usage: fabric run [options]" in capsys.readouterr().out
 
 
 def test_options_after_the_script_are_warned_of(capfd, tmp_path):
