@@ -172,7 +172,10 @@ class TorchCheckpointIO(CheckpointIO):
                 "it (DeepSpeed), load it under its strategy, or convert it to a file with the engine's tool."
             )
         if not path.exists():
-            raise FileNotFoundError(f"There is no checkpoint file at {name}.")
+            where = (
+                "" if Path(str(name)).is_absolute() or "://" in str(name) else f" (looked in {Path.cwd()})"
+            )
+            raise FileNotFoundError(f"There is no checkpoint file at {name}{where}.")
         try:
             tree = self._load(path, map_location, safe)
         except _UNREADABLE as error:

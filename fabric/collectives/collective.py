@@ -76,7 +76,9 @@ class Collective(ABC):
         """
         if self._group is None:
             raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group(), or launch."
+                f"{type(self).__name__} has no process group: none was made yet, or it was destroyed. Write "
+                ".setup() or .create_group() before this call; under Fabric write fabric.launch(), and no "
+                "destroy_process_group()."
             )
         return self._group
 

@@ -141,8 +141,10 @@ def hide_library_frames(
     for one in reversed(entries[: user[-1] + 1]):
         shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
     innermost = f"{hidden[-1].tb_frame.f_code.co_filename}:{hidden[-1].tb_lineno}"
-    frames = f"{len(hidden)} frames" if len(hidden) > 1 else "one frame"
-    note = f"fabric: {frames} below your line are hidden, up to {innermost}; {FULL_TRACEBACK}=1 shows them\n"
+    frames = (
+        f"{len(hidden)} frames below your line are" if len(hidden) > 1 else "one frame below your line is"
+    )
+    note = f"fabric: {frames} hidden, up to {innermost}; {FULL_TRACEBACK}=1 shows them\n"
     error.__traceback__ = shown  # Python and torch print this, or the argument of the hook
     try:
         yield shown, note

@@ -260,6 +260,8 @@ def test_texts_of_bad_paths(storage, tmp_path):
     absent = error_of(storage.load_checkpoint, tmp_path / "absent.pt")
     assert isinstance(absent, FileNotFoundError)
     assert str(absent) == f"There is no checkpoint file at {tmp_path}/absent.pt."
+    relative = error_of(storage.load_checkpoint, "absent.pt")
+    assert str(relative) == f"There is no checkpoint file at absent.pt (looked in {Path.cwd()})."
     assert isinstance(error_of(storage.load_checkpoint, below), FileNotFoundError)
     assert isinstance(
         error_of(storage.save_checkpoint, NEW, tmp_path / "file" / "deep" / "a.pt"), NotADirectoryError

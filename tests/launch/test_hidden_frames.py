@@ -43,6 +43,19 @@ def test_the_last_frame_is_the_users(monkeypatch):
     assert hidden.endswith("source.py:3; FABRIC_FULL_TRACEBACK=1 shows them\n")
 
 
+def test_one_hidden_frame(monkeypatch):
+    monkeypatch.delenv("FABRIC_FULL_TRACEBACK", raising=False)
+
+    from fabric.core import source
+
+    names = {"UsageError": UsageError}
+    exec(compile("def fails():\n    raise UsageError('not so')", source.__file__, "exec"), names)
+    with pytest.raises(UsageError) as caught:
+        exec(compile("fails()\n", "train.py", "exec"), names)
+    _, hidden = shown(caught.value)
+    assert hidden.startswith("fabric: one frame below your line is hidden, up to ")
+
+
 def test_other_errors_and_the_variable_show_all(monkeypatch):
     monkeypatch.delenv("FABRIC_FULL_TRACEBACK", raising=False)
     for value, error in (("", RuntimeError("of torch")), ("1", UsageError("not so"))):
