@@ -26,6 +26,7 @@ from fabric.checks import (
 )
 from fabric.core.arguments import eager_verb, explains_arguments, item_count
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
+from fabric.core.messages import show
 from fabric.core.slices import use_slice
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
@@ -159,6 +160,12 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             ArgumentTypeError: `function` cannot be called with a Fabric and these arguments.
             LaunchError: A process could not be started, or failed.
         """
+        if function is _do_nothing and kwargs:
+            given = ", ".join([f"{name}={show(value)}" for name, value in kwargs.items()])
+            raise ArgumentTypeError(
+                f"fabric.launch({given}) got arguments, but no function that takes them. Write "
+                f"Fabric({given}) for settings, or fabric.launch(train, {given})."
+            )
         check_function(function, args, kwargs)
         launcher = None if self._launched else self._strategy.launcher
         if launcher is None:

@@ -153,7 +153,8 @@ def sort_plugins(plugins: Any) -> dict[type, Any]:
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             text = "plugins= takes Precision, ClusterEnvironment, CheckpointIO and Part objects, but got"
-            raise ArgumentTypeError(f"{text} {plugin!r}.")
+            advice = 'Write Fabric(precision="bf16-mixed") for a name, or an object of such a class.'
+            raise ArgumentTypeError(f"{text} {plugin!r}. {advice}")
         if found[kind] and kind is not Part:
             raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
         found[kind].append(plugin)
@@ -225,7 +226,9 @@ def choose_nodes(request: Request, environment: ClusterEnvironment, traits: Trai
     """
     nodes = request.num_nodes
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
+        raise ConfigurationError(
+            f"num_nodes={nodes!r} must be a whole number of machines, 1 or more. Write num_nodes=2."
+        )
     if not (environment.creates_processes_externally and traits.needs_launch):
         return nodes
     # devices= counts per machine. If it equals the launcher's processes, num_nodes=1 is only the default.

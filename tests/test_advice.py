@@ -88,9 +88,11 @@ def test_what_a_property_raises_is_not_hidden():
 
 
 ARGUMENTS = {
-    "gpus": 'accelerator="gpu", devices=...',
+    "gpus": 'Write accelerator="gpu", devices=2.',
+    "n_gpus": 'Write accelerator="gpu", devices=2.',
+    "num_ranks": "Write devices=2.",
     "mixed_precision": 'precision="bf16-mixed"',
-    "logger": "loggers=...",
+    "logger": 'Write loggers=CSVLogger("logs"), of fabric.loggers.',
     "gradient_accumulation_steps": "fabric.no_backward_sync",
     "fsdp_plugin": "strategy=FSDPStrategy(...)",
     "devicez": "Did you mean devices=?",
@@ -153,7 +155,7 @@ def test_kinds_of_arguments_of_setup(fabric):
 VERBS = {
     "setup_dataloaders(loader, shuffle=True)": "Write it in DataLoader(dataset, ...), before setup",
     "setup_dataloaders(loader, use_distributed_sampler='no')": "sampler='no' must be True or False.",
-    "setup_module(model, optimizer)": "move_to_device=SGD must be True or False",
+    "setup_module(model, optimizer)": "move_to_device=SGD must be True or False. Write model, ",
     "setup_optimizers(model.parameters())": "got generator. Write for example torch.optim.Adam(",
     "setup_optimizers(torch.amp.GradScaler('cpu'))": "scales the loss: delete the scaler",
     "setup(model, None)": "got NoneType. Leave it out: fabric.setup(model).",
@@ -170,7 +172,8 @@ VERBS = {
     "agree()": "missing a required argument: 'value'. Its arguments are fabric.agree(value).",
     "to_device('cpu', 1)": "too many positional arguments. Its arguments are fabric.to_device(obj).",
     "autocast('bf16')": "too many positional arguments. Its arguments are fabric.autocast().",
-    "log({'loss': 1})": "missing a required argument: 'value'. Its arguments are fabric.log(name, value",
+    "log({'loss': 1})": "one name and one value, but got dict. Write fabric.log_dict({name: value}).",
+    "log('loss')": "missing a required argument: 'value'. Its arguments are fabric.log(name, value",
     "log_dict('loss', 1)": 'got str. Write fabric.log_dict({"loss": loss}), or fabric.log("loss", loss).',
     "call(print)": 'needs the name of a method, but got <built-in function print>. Write fabric.call("on_',
     "clip_gradients(model, max_norm=1.0)": "missing a required argument: 'optimizer'",

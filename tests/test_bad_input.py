@@ -99,6 +99,12 @@ REFUSED = {
         ConfigurationError,
         ["precision is given twice", "plugins=Precision", "DDPStrategy(precision=...)"],
     ),
+    "plugin of another kind": (
+        {"plugins": "fp16"},
+        {},
+        ArgumentTypeError,
+        ["but got 'fp16'. Write Fabric(precision=\"bf16-mixed\")"],
+    ),
     "two plugins of a kind": (
         {"plugins": [HalfPrecision(), Precision()]},
         {},
@@ -326,6 +332,12 @@ def test_what_launch_cannot_call(fabric, function, parts):
         fabric.launch(function)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_settings_given_to_launch(fabric):
+    text = r"launch\(devices=2\) got arguments, but no function .*\. Write Fabric\(devices=2\) for settings"
+    with pytest.raises(ArgumentTypeError, match=text):
+        fabric.launch(devices=2)
 
 
 def train(fabric, lr=0.1):

@@ -82,18 +82,18 @@ _ATTRIBUTES = {
     "fabric.profile(folder)": "profiler",
 }
 _ARGUMENTS = {
-    'accelerator="gpu", devices=...': "gpus num_gpus gpu gpu_ids device_ids auto_select_gpus",
-    "devices=...": "num_processes world_size nprocs n_procs nproc_per_node num_devices n_devices",
-    'accelerator="tpu", devices=...': "tpu_cores tpus",
+    'accelerator="gpu", devices=2': "gpus num_gpus n_gpus ngpus gpu gpu_ids device_ids auto_select_gpus",
+    "devices=2": "num_processes world_size nprocs n_procs nproc_per_node num_devices n_devices num_ranks",
+    'accelerator="tpu", devices=8': "tpu_cores tpus",
     'accelerator="cpu"': "cpu use_cpu no_cuda",
     'accelerator="cuda", devices=1': "device",
     'precision="bf16-mixed"':
         "amp amp_backend amp_level autocast bf16 dtype fp16 half mixed_precision use_amp",
-    "loggers=...": "logger log_with trackers tracker",
-    "plugins=...": "cluster_environment environment plugin",
-    "callbacks=...": "callback",
-    "num_nodes=...": "nodes nnodes num_machines",
-    "strategy=...": "distributed_backend distributed_type accelerator_type",
+    'loggers=CSVLogger("logs"), of fabric.loggers': "logger log_with trackers tracker",
+    "plugins=[...]": "cluster_environment environment plugin",
+    "callbacks=[...]": "callback",
+    "num_nodes=2": "nodes nnodes num_machines",
+    'strategy="ddp"': "distributed_backend distributed_type accelerator_type",
     'strategy=DDPStrategy(process_group_backend="gloo")': "backend process_group_backend",
     "strategy=DDPStrategy(find_unused_parameters=True)":
         "ddp_kwargs find_unused_parameters kwargs_handlers static_graph",
@@ -229,6 +229,8 @@ def argument_text(verb: str, method: Any, args: tuple[Any, ...], given: dict[str
             return unknown_argument(verb, name, known)
     if verb == "Fabric":
         return f"Fabric({args[1]!r:.60}): arguments are keywords. Write for example Fabric(devices=2)."
+    if verb == "fabric.log" and [*map(type, args[1:])][:1] == [dict]:
+        return "fabric.log takes one name and one value, but got dict. Write fabric.log_dict({name: value})."
     plain = [one.replace(annotation=one.empty) for one in parameters]
     shown = signature.replace(parameters=plain, return_annotation=signature.empty)
     return f"{verb}: {reason}. Its arguments are {verb}{shown}."
