@@ -1,6 +1,7 @@
 """Which environment wins, and what the foreign ones read. No processes."""
 
 import os
+import warnings
 
 import pytest
 
@@ -12,6 +13,7 @@ from fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from fabric.plugins.environments.detect import PRECEDENCE, find_environment
+from fabric.utilities.warnings import PossibleUserWarning
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -40,6 +42,19 @@ def torchrun(monkeypatch):
 
 def test_local_is_what_remains():
     assert type(find_environment().environment) is LocalEnvironment
+
+
+def test_ranks_that_no_launcher_started_are_warned_of(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, {"RANK": "0"}.get(name, TORCHRUN[name]))
+    text = r"has RANK=0, WORLD_SIZE=2 and MASTER_ADDR, but no launcher .* FABRIC_ENVIRONMENT=torchelastic"
+    with pytest.warns(PossibleUserWarning, match=text):
+        assert type(find_environment().environment) is LocalEnvironment
+    for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("FABRIC_ENVIRONMENT", "local")):
+        with monkeypatch.context() as changed, warnings.catch_warnings():
+            changed.setenv(name, value)
+            warnings.simplefilter("error")
+            assert type(find_environment().environment) is LocalEnvironment
 
 
 @pytest.mark.usefixtures("torchrun")

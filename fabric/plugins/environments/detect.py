@@ -88,11 +88,35 @@ def find_environment() -> DetectedEnvironment:
             kind: Any = ENVIRONMENT_REGISTRY.entry(name).load()
             results.append((name, kind.detect_with_reason()))
     detections = [(name, reason) for name, (detected, reason) in results if detected]
+    if not detections:
+        _warn_of_ranks_without_launcher()
     (name, reason), *later = [*detections, ("local", "nothing else started this process")]
     lower = [f"{other} has lower precedence ({reason})" for other, reason in later[:-1]]
     rejections = [reason for _, (detected, reason) in results if reason and not detected]
     return DetectedEnvironment(
         ENVIRONMENT_REGISTRY.get(name), "; ".join([reason, *lower, *rejections, *parent])
+    )
+
+
+def _warn_of_ranks_without_launcher() -> None:
+    """Warn if the variables of torch's `env://` name several ranks, which no environment reads.
+
+    With LOCAL_RANK `LocalEnvironment` reads them.
+    """
+    environ = os.environ
+    size = environ.get("WORLD_SIZE", "")
+    named = {"RANK", "MASTER_ADDR"} <= environ.keys() and "LOCAL_RANK" not in environ
+    if not named or not size.isdigit() or int(size) < 2:
+        return
+    from fabric.utilities.rank_zero import rank_zero_warn
+    from fabric.utilities.warnings import PossibleUserWarning
+
+    rank_zero_warn(
+        f"The environment has RANK={environ['RANK']}, WORLD_SIZE={size} and MASTER_ADDR, but no launcher "
+        "that Fabric detects. This process is a job of its own. If it is one of these ranks, write "
+        "FABRIC_ENVIRONMENT=torchelastic and set LOCAL_RANK and LOCAL_WORLD_SIZE, or start the ranks by "
+        "`fabric run`. Else unset the variables.",
+        category=PossibleUserWarning,
     )
 
 
