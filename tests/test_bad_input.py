@@ -531,6 +531,11 @@ def test_an_output_that_is_a_parameter_collects_no_hooks():
     assert not model.scale._backward_hooks
 
 
+def test_a_list_of_ranks_is_no_process_group():
+    with pytest.raises(ArgumentTypeError, match=r"process_group=\[0, 1\] is not a process group\. Write pro"):
+        DDPStrategy(process_group=[0, 1])
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [("find_unused", "Did you mean 'find_unused_parameters'?"), ("backend", "It takes accelerator, ")],

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
@@ -21,6 +22,7 @@ from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.parts import Part
+from fabric.core.registry import did_you_mean
 from fabric.core.slices import PARTS, find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
@@ -33,7 +35,7 @@ from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.optim import Optimizer
 
@@ -61,6 +63,20 @@ class Processes(TypedDict, total=False):
     precision: Precision | None
     start_method: StartMethod
     startup_timeout: timedelta
+
+
+def check_keywords(kind: type[ParallelStrategy], further: Mapping[str, Any]) -> None:
+    """Raise for a keyword of `further` that strategies of class `kind` do not have.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    own = [one.name for one in signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    known = [*own, *Processes.__annotations__]
+    for name in further:
+        if name not in known:
+            hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
+            raise ConfigurationError(f"{kind.__name__} has no keyword {name!r}.{hint}")
 
 
 class ParallelStrategy(Strategy):

@@ -137,8 +137,8 @@ class RankPool:
         preload: Sequence[str] = (),
         accelerator: str = "cpu",
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"RankPool(world_size={world_size}) has no rank. Write 1 or more.")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ConfigurationError(f"RankPool(world_size={world_size!r}) has no rank. Write 1 or more.")
         self.world_size = world_size
         self.timeout = timeout
         self.accelerator = accelerator

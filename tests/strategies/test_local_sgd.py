@@ -355,6 +355,7 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
             "outer_optimizer=SGD(...) must be a function",
         ),
         ({"start_method": "threads"}, ConfigurationError, "start_method='threads' is unknown. Write one of"),
+        ({"qqq": 2}, ConfigurationError, "LocalSGDStrategy has no keyword 'qqq'. It takes sync_every, "),
     ],
 )
 def test_bad_input(given, kind, text):

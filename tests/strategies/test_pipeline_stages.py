@@ -393,6 +393,11 @@ def test_outputs_that_cannot_go_on(ranks, name):
         ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
         ({"checkpoint": "alway"}, ConfigurationError, "is not one of 'always'"),
         ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is unknown. Write one of"),
+        (
+            {"microbatches": 2},
+            ConfigurationError,
+            "no keyword 'microbatches'. Did you mean 'num_microbatches'",
+        ),
     ],
 )
 def test_settings_that_are_refused(settings, error, message):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import did_you_mean
 from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.parallel import ParallelStrategy
@@ -47,6 +48,7 @@ class DDPStrategy(ParallelStrategy):
 
     Raises:
         ConfigurationError: Unknown `start_method` or keyword; `process_group` with `context_parallel`.
+        ArgumentTypeError: `process_group` is a list of ranks, or a timeout is no timedelta.
     """
 
     _layout: type[Replicate] = Replicate
@@ -74,6 +76,11 @@ class DDPStrategy(ParallelStrategy):
             hint = did_you_mean(name, {*own, *known}) or f" It takes {', '.join([*own, *known])}."
             raise ConfigurationError(f"{type(self).__name__} has no keyword {name!r}.{hint}")
         self.process_group = kwargs.get("process_group")
+        if isinstance(self.process_group, Iterable):
+            raise ArgumentTypeError(
+                f"process_group={self.process_group!r} is not a process group. Write "
+                "process_group=torch.distributed.new_group(ranks)."
+            )
         if self.process_group is not None and context_parallel is not None:
             raise ConfigurationError(
                 f"{type(self).__name__} got both process_group= and context_parallel=. Sequences are shared "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import ArgumentTypeError
 from fabric.precision.mixed import MixedPrecision
 from fabric.strategies.local_sgd.layout import LocalSteps
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy, check_keywords
 from fabric.strategies.rows import check_number
 from fabric.strategies.strategy import Strategy
 
@@ -66,6 +66,7 @@ class LocalSGDStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **kwargs: Unpack[Processes],
     ) -> None:
+        check_keywords(LocalSGDStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         check_number("sync_every", sync_every)
         if outer_optimizer is not None and not callable(outer_optimizer):

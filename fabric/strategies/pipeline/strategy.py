@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from fabric.core.errors import ConfigurationError
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy, check_keywords
 from fabric.strategies.pipeline.cut import validate_balance
 from fabric.strategies.pipeline.layout import Pipeline
 from fabric.strategies.pipeline.stage import CHECKPOINT
@@ -65,6 +65,7 @@ class PipelineStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(seconds=1800),
         **kwargs: Unpack[Processes],
     ) -> None:
+        check_keywords(PipelineStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if number is not None:

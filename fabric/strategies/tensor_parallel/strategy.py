@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy, check_keywords
 from fabric.strategies.tensor_parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class ModelParallelStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(seconds=1800),
         **kwargs: Unpack[Processes],
     ) -> None:
+        check_keywords(ModelParallelStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         if not callable(parallelize_fn):
             raise ArgumentTypeError(
