@@ -62,9 +62,9 @@ def test_groups_are_accounted_for(alone):
     assert alone.setup() is alone
     assert alone.create_group() is alone
     assert alone.teardown() is alone
-    with pytest.raises(UsageError, match=r"no group yet.*create_group"):
+    with pytest.raises(UsageError, match=r"no process group.*create_group"):
         _ = alone.group
-    with pytest.raises(UsageError, match="no group yet"):
+    with pytest.raises(UsageError, match="no process group: none was made yet, or it was destroyed"):
         alone.teardown()
     assert alone.create_group() is alone
     assert alone.group is not None

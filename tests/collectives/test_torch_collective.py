@@ -172,7 +172,7 @@ def make_the_default_group():
     c = TorchCollective()
     assert TorchCollective.is_available()
     assert not TorchCollective.is_initialized()
-    with pytest.raises(UsageError, match=r"no group yet.*\.setup\(\)"):
+    with pytest.raises(UsageError, match=r"no process group.*\.setup\(\)"):
         _ = c.group
     store = dist.FileStore(info.store, info.world_size)
     c.setup(backend="gloo", store=store, rank=info.rank, world_size=info.world_size)
