@@ -221,6 +221,8 @@ class IndexSource(SeededLoaderAdapter):
         self._user_generator = loader.generator
         self._keeps_workers = False
         """Whether this iteration uses the workers of the last one."""
+        self._orders: list[Any] = []
+        """The digests of the orders of the first epoch of all and of the last one."""
         super().__init__(loader, seed, seed_generator)
         self.rank = rank
         self.is_sharded = sampler.order.seed is not None
@@ -246,6 +248,7 @@ class IndexSource(SeededLoaderAdapter):
                 f"length is {now} now, so the order is another one. Use the same data, or start an epoch "
                 f"with loader.set_epoch({epoch + 1})."
             )
+        self._orders = saved.get("orders", []) if saved else self._past_orders()
         super().begin(epoch, saved)
         self._align_user_generator(saved)
         if saved and saved["samples"] and (before := saved.get("batch")) not in (None, self._global_batch()):
@@ -257,6 +260,8 @@ class IndexSource(SeededLoaderAdapter):
         self.start = {**self.start, "length": self._num_items(), "batch": self._global_batch()}
         sampler.start = self.start["samples"]
         sampler.expected_digest = self.start["check"] if sampler.start else None
+        first, *later = self._orders or [None]
+        sampler.first_digest = first if saved and not sampler.start and later != [first] else None
         order.epoch = epoch
         if self.is_sharded:
             order.seed = self.seed
@@ -292,11 +297,15 @@ class IndexSource(SeededLoaderAdapter):
         """Return the number of samples after this batch and the digest of the order."""
         return {"samples": position, "check": self.sampler.order_digest}
 
+    def _past_orders(self) -> list[Any]:
+        last = self.sampler.order_digest
+        return self._orders if last is None else [(self._orders or [last])[0], last]
+
     def initial_state(self) -> dict[str, Any]:
         """Return the initial state of an epoch."""
         state = {"samples": 0, "length": self._num_items(), "check": None, **super().initial_state()}
         state["batch"] = self._global_batch()
-        state["kept"] = self._keeps_workers
+        state["kept"], state["orders"] = self._keeps_workers, self._past_orders()
         return state if self.is_sharded else {**state, "random": host_states()}
 
     def length(self) -> int:

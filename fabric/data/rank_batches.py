@@ -17,7 +17,9 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.data import sized_len
+from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import derive_seed
+from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
 
 _CHECKED = 32
 """Number of items at an epoch's beginning whose digest identifies the order."""
+_FEW = 4
+"""Fewer items may have the same order twice by chance."""
+_ADVICE = (
+    "If it counts epochs itself, give it a method set_epoch(epoch), which Fabric calls. Else draw in the "
+    "sampler from the global generators of torch, python or numpy, or from one that is its attribute"
+)
 
 
 class SamplerJob(NamedTuple):
@@ -58,6 +66,9 @@ class RankBatchSampler:
         """The `order_digest` of the saved epoch, which the next iteration must match; None: no check."""
         self.order_digest: list[Any] | None = None
         """(count, digest) of the epoch's first items; None until they are drawn."""
+        self.first_digest: list[Any] | None = None
+        """The `order_digest` of the first of several epochs that differed. A resumed epoch that equals it is
+        warned of; None: no check."""
         self.end_positions: deque[int] = deque()
         """Position after each batch that was yielded and not yet received; the receiver pops it."""
 
@@ -96,6 +107,12 @@ class RankBatchSampler:
         elif not start:
             head = list(islice(stream, self.rule.size))
             self.order_digest = _order_digest(head[:_CHECKED])
+            if self.order_digest == self.first_digest and self.order_digest[0] >= _FEW:
+                rank_zero_warn(
+                    f"{type(self.order.sampler).__name__} begins this epoch, the first after a resume, with "
+                    f"the order of the first epoch of all. {_ADVICE}.",
+                    category=PossibleUserWarning,
+                )
             stream = chain(head, stream)
         draw = lambda n: list(islice(stream, n))  # noqa: E731
         for items, end, *_ in self.rule.rank_batches(draw, start, first[: self.rule.shard.world]):
@@ -107,10 +124,8 @@ class RankBatchSampler:
         if _order_digest(first) != expected_digest:
             raise UsageError(
                 f"{type(self.order.sampler).__name__} has another order than when the position was saved: "
-                f"the epoch now begins with {first[:4]!s:.80}. If it counts epochs itself, give it a method "
-                "set_epoch(epoch), which Fabric calls. Else draw in the sampler from the global "
-                "generators of torch, python or numpy, or from one that is its attribute; or start an epoch "
-                "with loader.set_epoch()."
+                f"the epoch now begins with {first[:4]!s:.80}. {_ADVICE}; or start an epoch with "
+                "loader.set_epoch()."
             )
 
     def __len__(self) -> int:

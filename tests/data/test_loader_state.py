@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fabric import Fabric
 from fabric.core.errors import UsageError
@@ -334,6 +334,63 @@ def test_an_order_of_a_generator_is_that_of_torch_and_goes_on_in_other_workers(f
             again.load_state_dict(state)
             found = [batch for _ in range(3 - epoch) for batch in again]
             assert found == seen[3 * epoch + done :], (epoch, done, again is alive)
+
+
+class Counted(Sampler):
+    """Counts its epochs in an attribute, which no checkpoint has."""
+
+    def __init__(self, n, orders=3):
+        self.n, self.orders, self.count = n, orders, 0
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.count % self.orders))
+        self.count += 1
+        return iter(order.tolist())
+
+
+class CountedByFabric(Counted):
+    """Fabric tells it the epoch."""
+
+    def set_epoch(self, epoch):
+        self.count = epoch
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_sampler_that_begins_again_between_epochs_is_warned_of(fabric, batches):
+    def load(sampler):
+        how = (
+            {"batch_sampler": BatchSampler(sampler, 4, False)}
+            if batches
+            else {"sampler": sampler, "batch_size": 4}
+        )
+        return fabric.setup_dataloaders(DataLoader(range(12), **how))
+
+    def resumed(kind, epochs, **how):
+        loader = load(kind(12, **how))
+        for _ in range(epochs):
+            list(loader)
+        again, last = load(kind(12, **how)), load(kind(12, **how))
+        again.load_state_dict(loader.state_dict())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(again)
+            list(again)
+            last.load_state_dict(again.state_dict())  # a second resume
+            list(last)
+        return [str(one.message) for one in caught]
+
+    found = resumed(Counted, 2)
+    assert len(found) == 2
+    assert found[0].startswith(
+        "Counted begins this epoch, the first after a resume, with the order of the first"
+    )
+    assert "give it a method set_epoch(epoch), which Fabric calls." in found[0]
+    assert resumed(CountedByFabric, 2) == []
+    assert resumed(Counted, 2, orders=1) == []  # the same order in each epoch
+    assert len(resumed(Counted, 0)) == 1  # of the second resume
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
