@@ -105,7 +105,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
             equivalent = _FOREIGN_OPTIONS.get(re.sub(r"^(-\w+?)\d+$", r"\1", unknown[1]))  # -n2
-            message += f". Write {equivalent}." if equivalent else f".{did_you_mean(unknown[1], known)}"
+            hint = did_you_mean(unknown[1], known)
+            message += f". Write {equivalent}." if equivalent in known else f".{hint}"
         if choice := re.search(r"invalid choice: '([^']+)'", message):
             command = _FOREIGN_COMMANDS.get(choice[1])
             message += f". Write fabric {command}." if command else f".{did_you_mean(choice[1], _COMMANDS)}"
@@ -316,7 +317,12 @@ def _command_line(options: argparse.Namespace) -> list[str]:
         raise ConfigurationError(
             f"There is nothing to run. Write fabric {options.command} [options] train.py [arguments]."
         )
-    if not Path(options.script).exists():
+    is_python = re.fullmatch(r"python[\d.]*", Path(options.script).name)
+    if is_python or not Path(options.script).exists():
+        if is_python:
+            raise ConfigurationError(
+                f"{options.script} is no script. Leave it out: `fabric {options.command}` starts Python."
+            )
         raise ConfigurationError(
             f"The script {options.script!r} does not exist (looked in {Path.cwd()})."
             f"{_similar_file(options.script)} Write the path of a "
@@ -327,8 +333,6 @@ def _command_line(options: argparse.Namespace) -> list[str]:
 
 def _similar_file(script: str) -> str:
     """Return a sentence with the Python files whose names are similar; or ""."""
-    if re.fullmatch(r"python[\d.]*", Path(script).name):
-        return f" Leave {script} out: the command starts Python."
     files = [str(path) for path in Path(script).parent.glob("*.py")]
     return did_you_mean(script, files)
 

@@ -16,7 +16,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.parts import Part
 from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from fabric.plugins.environments.detect import find_environment
+from fabric.plugins.environments.detect import find_environment, warn_of_foreign_ranks
 from fabric.precision.precision import Precision, make_precision
 from fabric.strategies.registry import STRATEGY_REGISTRY
 from fabric.strategies.strategy import Plan, Strategy
@@ -85,7 +85,7 @@ def resolve(request: Request, machine: Machine) -> Plan:
     accelerator = choose_accelerator(request.accelerator, requested, environment.remote_ranks)
     nodes = choose_nodes(request, environment, requested.traits)
     devices = choose_devices(request, accelerator, environment, requested)
-    check_started_processes(environment, requested, devices, nodes)
+    check_started_processes(environment, requested, devices, nodes, machine)
     strategy = choose_strategy(requested, len(devices) * nodes, environment, machine)
     check_accelerator(strategy, accelerator, devices[0].type, request)
     check_size(strategy, devices, nodes, request)
@@ -283,9 +283,13 @@ def count_remote_devices(devices: Any, environment: ClusterEnvironment) -> int:
 
 
 def check_started_processes(
-    environment: ClusterEnvironment, strategy: Strategy, devices: list[torch.device], nodes: int
+    environment: ClusterEnvironment,
+    strategy: Strategy,
+    devices: list[torch.device],
+    nodes: int,
+    machine: Machine,
 ) -> None:
-    """Raise if an external launcher started other processes than were requested."""
+    """Raise if an external launcher started other processes than were requested; warn if it may have."""
     started = environment.local_world_size() if environment.creates_processes_externally else None
     if strategy.traits.one_process_per_node and (started or 1) > 1:
         raise ConfigurationError(
@@ -295,6 +299,8 @@ def check_started_processes(
         )
     if strategy.traits.needs_launch:
         environment.validate_settings(strategy.traits.processes(len(devices)), nodes)
+    if environment is machine.environment and not machine.forced:
+        warn_of_foreign_ranks(environment, strategy.traits.processes(len(devices)), nodes)
 
 
 def choose_strategy(

@@ -92,7 +92,7 @@ ARGUMENTS = {
     "n_gpus": 'Write accelerator="gpu", devices=2.',
     "num_ranks": "Write devices=2.",
     "mixed_precision": 'precision="bf16-mixed"',
-    "logger": 'Write loggers=CSVLogger("logs"), of fabric.loggers.',
+    "logger": 'Write loggers=fabric.loggers.CSVLogger("logs").',
     "gradient_accumulation_steps": "fabric.no_backward_sync",
     "fsdp_plugin": "strategy=FSDPStrategy(...)",
     "devicez": "Did you mean devices=?",

@@ -77,7 +77,7 @@ class Collective(ABC):
         if self._group is None:
             raise UsageError(
                 f"{type(self).__name__} has no process group: none was made yet, or it was destroyed. Write "
-                ".setup() or .create_group() before this call; under Fabric write fabric.launch(), and no "
+                ".setup() or .create_group() before this call, or fabric.launch(). Remove calls of "
                 "destroy_process_group()."
             )
         return self._group

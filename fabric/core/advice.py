@@ -89,7 +89,7 @@ _ARGUMENTS = {
     'accelerator="cuda", devices=1': "device",
     'precision="bf16-mixed"':
         "amp amp_backend amp_level autocast bf16 dtype fp16 half mixed_precision use_amp",
-    'loggers=CSVLogger("logs"), of fabric.loggers': "logger log_with trackers tracker",
+    'loggers=fabric.loggers.CSVLogger("logs")': "logger log_with trackers tracker",
     "plugins=[...]": "cluster_environment environment plugin",
     "callbacks=[...]": "callback",
     "num_nodes=2": "nodes nnodes num_machines",

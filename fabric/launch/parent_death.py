@@ -186,8 +186,8 @@ def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
 
 
 def mark_rank() -> None:
-    """Mark this process as a rank (of Fabric or torchrun), so that its subprocesses are not ranks."""
-    if not os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")):
+    """Mark this process as a rank (of Fabric, torchrun or others), so that its subprocesses are not ranks."""
+    if not os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID", "LOCAL_RANK")):
         os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"
 
 

@@ -132,7 +132,7 @@ class ParallelStrategy(Strategy):
 
         Raises:
             ConfigurationError: Unknown `start_method`.
-            ArgumentTypeError: `context_parallel` is no `ContextParallel`, or a timeout is no timedelta.
+            ArgumentTypeError: `context_parallel` is no `ContextParallel`, or a timeout is not a timedelta.
         """
         if start_method not in START_METHODS:
             raise ConfigurationError(
@@ -142,7 +142,7 @@ class ParallelStrategy(Strategy):
         for name, value in {"timeout": timeout, "startup_timeout": startup_timeout}.items():
             if not isinstance(value, timedelta) and (value is not None or name == "startup_timeout"):
                 raise ArgumentTypeError(
-                    f"{name}={value!r} is not a timedelta. Write {name}=timedelta(seconds=60), of datetime."
+                    f"{name}={value!r} is not a timedelta. Write {name}=datetime.timedelta(seconds=60)."
                 )
         if not isinstance(context_parallel, Part | None):
             raise ArgumentTypeError(

@@ -138,7 +138,9 @@ class RankPool:
         accelerator: str = "cpu",
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
-            raise ConfigurationError(f"RankPool(world_size={world_size!r}) has no rank. Write 1 or more.")
+            raise ConfigurationError(
+                f"RankPool(world_size={world_size!r}) must be a whole number, 1 or more."
+            )
         self.world_size = world_size
         self.timeout = timeout
         self.accelerator = accelerator

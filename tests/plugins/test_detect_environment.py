@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 
+from fabric import Fabric
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments import (
     ENVIRONMENT_REGISTRY,
@@ -13,6 +14,7 @@ from fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from fabric.plugins.environments.detect import PRECEDENCE, find_environment
+from fabric.utilities.rank_zero import rank_zero_only
 from fabric.utilities.warnings import PossibleUserWarning
 
 TORCHRUN = {
@@ -44,17 +46,59 @@ def test_local_is_what_remains():
     assert type(find_environment().environment) is LocalEnvironment
 
 
-def test_ranks_that_no_launcher_started_are_warned_of(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, {"RANK": "0"}.get(name, TORCHRUN[name]))
-    text = r"has RANK=0, WORLD_SIZE=2 and MASTER_ADDR, but no launcher .* FABRIC_ENVIRONMENT=torchelastic"
+FOREIGN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """What a `Fabric` of a rank sets is restored."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    for name, value in {**FOREIGN, "FABRIC_JOINED": ""}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        ({}, {}),  # no LOCAL_RANK: as another program sets them
+        ({}, {"devices": 2, "strategy": "ddp"}),  # each would start a job of two
+        ({"LOCAL_RANK": "1"}, {}),
+        ({"LOCAL_RANK": "0"}, {"num_nodes": 2}),  # no NODE_RANK: all would be rank zero
+    ],
+)
+def test_ranks_that_no_launcher_started_are_warned_of(foreign, variables, arguments):
+    for name, value in variables.items():
+        foreign.setenv(name, value)
+    text = r"has RANK=1 and WORLD_SIZE=2, but no launcher that .* FABRIC_ENVIRONMENT=torchelastic, LOCAL_RANK"
     with pytest.warns(PossibleUserWarning, match=text):
-        assert type(find_environment().environment) is LocalEnvironment
-    for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("FABRIC_ENVIRONMENT", "local")):
-        with monkeypatch.context() as changed, warnings.catch_warnings():
-            changed.setenv(name, value)
-            warnings.simplefilter("error")
-            assert type(find_environment().environment) is LocalEnvironment
+        Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
+
+
+class Foreign(LocalEnvironment):
+    """A user's own, which reads these variables."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        ({"WORLD_SIZE": "1", "RANK": "0"}, {}),
+        ({"FABRIC_ENVIRONMENT": "local"}, {}),
+        ({}, {"plugins": [LocalEnvironment()]}),
+        ({}, {"plugins": [Foreign()]}),
+        ({"LOCAL_RANK": "1"}, {"devices": 2, "strategy": "ddp"}),
+        ({"NODE_RANK": "1"}, {"num_nodes": 2}),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, {"num_nodes": 2}),
+        ({"FABRIC_LAUNCHED": "script", "LOCAL_RANK": "1"}, {"devices": 2}),
+        ({"FABRIC_JOINED": "1:29500", "LOCAL_RANK": "1"}, {}),  # a subprocess of such a rank
+    ],
+)
+def test_healthy_ranks_are_not_warned_of(foreign, variables, arguments):
+    for name, value in variables.items():
+        foreign.setenv(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
 
 
 @pytest.mark.usefixtures("torchrun")

@@ -10,7 +10,6 @@ import pytest
 from ports import free_port
 from torch.distributed import HashStore
 
-from fabric import Fabric
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import stores
 from fabric.launch.rank_env import first_rank_env, first_rank_env_of
@@ -229,19 +228,3 @@ def test_settings_that_contradict_the_launcher(monkeypatch):
         ConfigurationError, match="asks for 4 processes, but the launcher started WORLD_SIZE=2"
     ):
         LocalEnvironment().validate_settings(4, 1)
-
-
-def test_ranks_that_another_program_started(monkeypatch):
-    """Each would train alone, without a word."""
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    LocalEnvironment().validate_settings(1, 1)  # by hand, as in Lightning: MASTER_ADDR is not set
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    LocalEnvironment().validate_settings(2, 1)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"is a world size of 1, but .* WORLD_SIZE=2, RANK=1 and LOCAL_RANK=1\. If your",
-    ):
-        Fabric(accelerator="cpu", devices=1)
-    monkeypatch.setenv("FABRIC_ENVIRONMENT", "local")
-    assert Fabric(accelerator="cpu", devices=1).world_size == 1

@@ -189,7 +189,7 @@ AT_ONCE = {
     "timeout a number": (
         lambda: FSDPStrategy(timeout=60),
         ArgumentTypeError,
-        ["timeout=60 is not a timedelta. Write timeout=timedelta(seconds=60), of datetime."],
+        ["timeout=60 is not a timedelta. Write timeout=datetime.timedelta(seconds=60)."],
     ),
     "startup_timeout None": (
         lambda: ModelParallelStrategy(unchanged, startup_timeout=None),

@@ -387,7 +387,7 @@ def test_an_unused_pool_starts_nothing():
     with RankPool(world_size=2) as pool:
         assert pool.pids == []
     assert child_processes() == before
-    with pytest.raises(ConfigurationError, match="no rank"):
+    with pytest.raises(ConfigurationError, match="must be a whole number, 1 or more"):
         RankPool(world_size=0)
 
 

@@ -88,8 +88,6 @@ def find_environment() -> DetectedEnvironment:
             kind: Any = ENVIRONMENT_REGISTRY.entry(name).load()
             results.append((name, kind.detect_with_reason()))
     detections = [(name, reason) for name, (detected, reason) in results if detected]
-    if not detections:
-        _warn_of_ranks_without_launcher()
     (name, reason), *later = [*detections, ("local", "nothing else started this process")]
     lower = [f"{other} has lower precedence ({reason})" for other, reason in later[:-1]]
     rejections = [reason for _, (detected, reason) in results if reason and not detected]
@@ -98,24 +96,36 @@ def find_environment() -> DetectedEnvironment:
     )
 
 
-def _warn_of_ranks_without_launcher() -> None:
-    """Warn if the variables of torch's `env://` name several ranks, which no environment reads.
+def warn_of_foreign_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Warn if another program started this process as one of several ranks, and Fabric makes another job.
 
-    With LOCAL_RANK `LocalEnvironment` reads them.
+    Args:
+        environment: The detected environment.
+        num_devices: Processes on this machine.
+        num_nodes: Machines.
     """
     environ = os.environ
-    size = environ.get("WORLD_SIZE", "")
-    named = {"RANK", "MASTER_ADDR"} <= environ.keys() and "LOCAL_RANK" not in environ
-    if not named or not size.isdigit() or int(size) < 2:
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    numbers = rank.isdecimal() and size.isdecimal() and int(size) > 1
+    if LAUNCHED in environ or "MASTER_ADDR" not in environ or not numbers:
+        return
+    from fabric.plugins.environments.local import LocalEnvironment
+
+    expected = environment.node_rank() * num_devices + environment.local_rank()
+    # By hand, on several machines, the command runs once on each.
+    is_rank, by_hand = environment.creates_processes_externally, "NODE_RANK" in environ or num_nodes > 1
+    healthy = num_devices * num_nodes == int(size) and (int(rank) == expected if is_rank else by_hand)
+    if healthy or type(environment) is not LocalEnvironment:
         return
     from fabric.utilities.rank_zero import rank_zero_warn
     from fabric.utilities.warnings import PossibleUserWarning
 
     rank_zero_warn(
-        f"The environment has RANK={environ['RANK']}, WORLD_SIZE={size} and MASTER_ADDR, but no launcher "
-        "that Fabric detects. This process is a job of its own. If it is one of these ranks, write "
-        "FABRIC_ENVIRONMENT=torchelastic and set LOCAL_RANK and LOCAL_WORLD_SIZE, or start the ranks by "
-        "`fabric run`. Else unset the variables.",
+        f"The environment has RANK={rank} and WORLD_SIZE={size}, but no launcher that Fabric detects. This "
+        f"process is in a job of {num_devices * num_nodes}. If your own script starts the ranks, set "
+        "FABRIC_ENVIRONMENT=torchelastic, LOCAL_RANK and LOCAL_WORLD_SIZE, or write `fabric run`. If the "
+        "variables are left over from another job, write `unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR "
+        "MASTER_PORT`.",
         category=PossibleUserWarning,
     )
 

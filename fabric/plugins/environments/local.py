@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 STORE_FD = "FABRIC_STORE_FD"
 """Set in rank zero of a command line: the file descriptor of a listening socket."""
-_FOREIGN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables of torch's `env://`. With all of them another program may have started this rank."""
 
 
 class LocalEnvironment(ClusterEnvironment):
@@ -84,7 +82,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self.world_size() // local if local else None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the processes of a launcher, or of a SLURM job, with the arguments of `Fabric`.
+        """Compare the processes of Fabric's launchers, or of a SLURM job, with the arguments of `Fabric`.
 
         Arguments as for `ClusterEnvironment.validate_settings`.
 
@@ -98,15 +96,6 @@ class LocalEnvironment(ClusterEnvironment):
                 f"devices={num_devices} x num_nodes={num_nodes} asks for {requested} processes, but the "
                 f'launcher started WORLD_SIZE={started}. Write devices="auto" in the script, or start it '
                 f"with `fabric run --devices {num_devices} --num-nodes {num_nodes}`."
-            )
-        foreign = os.environ.keys() >= _FOREIGN and not {LAUNCHED, "FABRIC_ENVIRONMENT"} & os.environ.keys()
-        if foreign and started != requested:
-            raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} is a world size of {requested}, but the "
-                f"environment has WORLD_SIZE={started}, RANK={os.environ['RANK']} and "
-                f"LOCAL_RANK={os.environ['LOCAL_RANK']}. If your own script starts the ranks, write "
-                "FABRIC_ENVIRONMENT=torchelastic and set LOCAL_WORLD_SIZE. If the variables are old, "
-                "write unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT."
             )
         if not self.creates_processes_externally and "SLURM_JOB_ID" in os.environ:
             use_slice("slurm").check_allocation(num_devices, num_nodes)

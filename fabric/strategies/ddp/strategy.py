@@ -48,7 +48,7 @@ class DDPStrategy(ParallelStrategy):
 
     Raises:
         ConfigurationError: Unknown `start_method` or keyword; `process_group` with `context_parallel`.
-        ArgumentTypeError: `process_group` is a list of ranks, or a timeout is no timedelta.
+        ArgumentTypeError: `process_group` is a list of ranks, or a timeout is not a timedelta.
     """
 
     _layout: type[Replicate] = Replicate
