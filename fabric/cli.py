@@ -317,12 +317,11 @@ def _command_line(options: argparse.Namespace) -> list[str]:
         raise ConfigurationError(
             f"There is nothing to run. Write fabric {options.command} [options] train.py [arguments]."
         )
-    is_python = re.fullmatch(r"python[\d.]*", Path(options.script).name)
-    if is_python or not Path(options.script).exists():
-        if is_python:
-            raise ConfigurationError(
-                f"{options.script} is no script. Leave it out: `fabric {options.command}` starts Python."
-            )
+    if re.fullmatch(r"python[\d.]*", Path(options.script).name):
+        raise ConfigurationError(
+            f"{options.script} is not a script. Leave it out: `fabric {options.command}` starts Python."
+        )
+    if not Path(options.script).exists():
         raise ConfigurationError(
             f"The script {options.script!r} does not exist (looked in {Path.cwd()})."
             f"{_similar_file(options.script)} Write the path of a "

@@ -175,7 +175,7 @@ def test_the_versions_of_what_counts(capsys, option):
         (["launch", "x.py"], "invalid choice: 'launch' .*. Write fabric run."),
         (["help", "rnu"], "invalid choice: 'rnu' .* Did you mean 'run'?"),
         (["run", "-d", "2", "x.py"], "unrecognized arguments: -d. Write --devices."),
-        (["consolidate", "-n", "2"], "unrecognized arguments: -n."),
+        (["consolidate", "-n", "2", "x"], "unrecognized arguments: -n x.$"),
         (["run", "-n", "2", "x.py"], "unrecognized arguments: -n. Write --devices."),
         (
             ["run", "--nproc-per-node=2", "x.py"],
@@ -200,9 +200,9 @@ def test_wrong_usage_says_what_to_write(capsys, arguments, text):
 
 def test_the_name_of_python_is_no_script(capsys):
     assert cli.main(["run", "--devices", "2", "python3.11", "train.py"]) == 2
-    assert "python3.11 is no script. Leave it out: `fabric run` starts Python." in capsys.readouterr().err
+    assert "python3.11 is not a script. Leave it out: `fabric run` starts Python." in capsys.readouterr().err
     assert cli.main(["run", "--devices", "2", sys.executable, "train.py"]) == 2
-    assert "is no script. Leave it out" in capsys.readouterr().err
+    assert "is not a script. Leave it out" in capsys.readouterr().err
 
 
 def test_help_of_a_command(capsys):

@@ -194,7 +194,7 @@ def check_flags(verb: str, **flags: Any) -> None:
             or type(value).__name__ in ("bool", "bool_")
             or (isinstance(value, int) and value in (0, 1))
         ):
-            is_optimizer = verb == "fabric.setup_module" and hasattr(value, "param_groups")
+            is_optimizer = hasattr(value, "param_groups")
             advice = " Write model, optimizer = fabric.setup(model, optimizer)." * is_optimizer
             raise ArgumentTypeError(f"{verb}: {name}={show(value)} must be True or False.{advice}")
 

@@ -305,7 +305,8 @@ class IndexSource(SeededLoaderAdapter):
         """Return the initial state of an epoch."""
         state = {"samples": 0, "length": self._num_items(), "check": None, **super().initial_state()}
         state["batch"] = self._global_batch()
-        state["kept"], state["orders"] = self._keeps_workers, self._past_orders()
+        state["kept"] = self._keeps_workers
+        state["orders"] = self._past_orders()
         return state if self.is_sharded else {**state, "random": host_states()}
 
     def length(self) -> int:

@@ -35,7 +35,7 @@ from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -65,18 +65,29 @@ class Processes(TypedDict, total=False):
     startup_timeout: timedelta
 
 
-def check_keywords(kind: type[ParallelStrategy], further: Mapping[str, Any]) -> None:
-    """Raise for a keyword of `further` that strategies of class `kind` do not have.
+def check_keywords(
+    strategy: ParallelStrategy,
+    kind: type[ParallelStrategy],
+    further: Mapping[str, Any],
+    names: Iterable[str] = (*Processes.__annotations__,),
+) -> None:
+    """Raise for a keyword of `further` that the constructor of `kind` does not have.
+
+    Args:
+        strategy: The object, whose class may be derived from `kind`.
+        kind: The class whose constructor got `further` as `**kwargs`.
+        further: The keywords that are no parameters of the constructor.
+        names: Those that `**kwargs` takes.
 
     Raises:
         ConfigurationError: There is one.
     """
     own = [one.name for one in signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    known = [*own, *Processes.__annotations__]
+    known = [*own, *names]
     for name in further:
         if name not in known:
             hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
-            raise ConfigurationError(f"{kind.__name__} has no keyword {name!r}.{hint}")
+            raise ConfigurationError(f"{type(strategy).__name__} has no keyword {name!r}.{hint}")
 
 
 class ParallelStrategy(Strategy):

@@ -101,6 +101,12 @@ def test_healthy_ranks_are_not_warned_of(foreign, variables, arguments):
         Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
 
 
+def test_a_rank_of_another_program_marks_itself_for_its_subprocesses(foreign):
+    foreign.setenv("LOCAL_RANK", "1")
+    Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    assert os.environ["FABRIC_JOINED"] == f"{os.getpid()}:29500"
+
+
 @pytest.mark.usefixtures("torchrun")
 def test_torchrun_is_recognised():
     environment = find_environment().environment

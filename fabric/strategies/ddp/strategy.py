@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.registry import did_you_mean
 from fabric.strategies.ddp.replicate import Replicate
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy, check_keywords
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +69,8 @@ class DDPStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
-        known = [*inspect.signature(DistributedDataParallel).parameters][1:]  # without the module
-        for name in kwargs.keys() - {*known}:
-            own = [*inspect.signature(DDPStrategy).parameters][:-1]
-            hint = did_you_mean(name, {*own, *known}) or f" It takes {', '.join([*own, *known])}."
-            raise ConfigurationError(f"{type(self).__name__} has no keyword {name!r}.{hint}")
+        of_torch = [*inspect.signature(DistributedDataParallel).parameters][1:]  # without the module
+        check_keywords(self, DDPStrategy, kwargs, of_torch)
         self.process_group = kwargs.get("process_group")
         if isinstance(self.process_group, Iterable):
             raise ArgumentTypeError(

@@ -66,7 +66,7 @@ class LocalSGDStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **kwargs: Unpack[Processes],
     ) -> None:
-        check_keywords(LocalSGDStrategy, kwargs)
+        check_keywords(self, LocalSGDStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         check_number("sync_every", sync_every)
         if outer_optimizer is not None and not callable(outer_optimizer):

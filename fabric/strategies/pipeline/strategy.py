@@ -65,7 +65,7 @@ class PipelineStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(seconds=1800),
         **kwargs: Unpack[Processes],
     ) -> None:
-        check_keywords(PipelineStrategy, kwargs)
+        check_keywords(self, PipelineStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if number is not None:

@@ -52,7 +52,7 @@ class ModelParallelStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(seconds=1800),
         **kwargs: Unpack[Processes],
     ) -> None:
-        check_keywords(ModelParallelStrategy, kwargs)
+        check_keywords(self, ModelParallelStrategy, kwargs)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         if not callable(parallelize_fn):
             raise ArgumentTypeError(
