@@ -52,7 +52,7 @@ FOREIGN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT"
 @pytest.fixture
 def foreign(monkeypatch):
     """What a `Fabric` of a rank sets is restored."""
-    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    monkeypatch.setattr(rank_zero_only, "rank", rank_zero_only.rank, raising=False)
     for name, value in {**FOREIGN, "FABRIC_JOINED": ""}.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -90,7 +90,8 @@ class Foreign(LocalEnvironment):
         ({"NODE_RANK": "1"}, {"num_nodes": 2}),
         ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, {"num_nodes": 2}),
         ({"FABRIC_LAUNCHED": "script", "LOCAL_RANK": "1"}, {"devices": 2}),
-        ({"FABRIC_JOINED": "1:29500", "LOCAL_RANK": "1"}, {}),  # a subprocess of such a rank
+        ({"NODE_RANK": "1"}, {"devices": 2, "num_nodes": 2, "strategy": "ddp"}),  # some count machines
+        ({"FABRIC_JOINED": "1:RANK=1,MASTER_PORT=29500", "LOCAL_RANK": "1"}, {}),  # started by such a rank
     ],
 )
 def test_healthy_ranks_are_not_warned_of(foreign, variables, arguments):
@@ -104,7 +105,9 @@ def test_healthy_ranks_are_not_warned_of(foreign, variables, arguments):
 def test_a_rank_of_another_program_marks_itself_for_its_subprocesses(foreign):
     foreign.setenv("LOCAL_RANK", "1")
     Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    assert os.environ["FABRIC_JOINED"] == f"{os.getpid()}:29500"
+    process, _, variables = os.environ["FABRIC_JOINED"].partition(":")
+    assert process == str(os.getpid())
+    assert variables == "RANK=1,LOCAL_RANK=1,WORLD_SIZE=2,MASTER_ADDR=node0,MASTER_PORT=29500"
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -214,10 +217,15 @@ RANK = {
 @pytest.mark.parametrize(
     ("joined", "kept"),
     [
-        ("own:7", {*RANK}),  # a rank that makes a second Fabric
+        ("own:MASTER_PORT=7", {*RANK}),  # a rank that makes a second Fabric
         ("", {*RANK}),  # a rank that is a child of what the launcher has started
-        ("1:7", set()),
-        ("1:8", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # of a launcher that such a child has called
+        ("1:MASTER_PORT=7", set()),
+        ("1:RANK=1,LOCAL_RANK=1,WORLD_SIZE=2,MASTER_PORT=7", set()),
+        ("1:RANK=1,MASTER_PORT=7,TORCHELASTIC_RUN_ID=none", set()),  # which the child has removed
+        ("1:MASTER_PORT=8", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # of a launcher in between
+        ("1:RANK=1", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # that rank had no port
+        ("1:RANK=0,MASTER_PORT=7", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # that rank started another one
+        ("1:RANK=1,WORLD_SIZE=1,MASTER_PORT=7", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # or another job
     ],
 )
 def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, joined, kept):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, unknown_name_message
-from fabric.launch.parent_death import JOINED, LAUNCHED, PARENT_PID, REPORT_FD
+from fabric.launch.parent_death import JOINED, LAUNCHED, PARENT_PID, RANK_VARIABLES, REPORT_FD, parent_rank
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -46,11 +47,6 @@ for _name, _home, _description, *_markers in (  # the innermost launcher first
         _MARKER_VARIABLES[_name] = tuple(_markers)
 PRECEDENCE = ("process_group", "local", *_MARKER_VARIABLES, "local")
 """Registered names in the order of detection."""
-
-_RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-)
 
 _FLAGS = ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION", "REPORT")
 """Options that `fabric run` passes to the ranks as FABRIC_<NAME>."""
@@ -111,32 +107,36 @@ def warn_of_foreign_ranks(environment: ClusterEnvironment, num_devices: int, num
         return
     from fabric.plugins.environments.local import LocalEnvironment
 
-    expected = environment.node_rank() * num_devices + environment.local_rank()
-    # By hand, on several machines, the command runs once on each.
-    is_rank, by_hand = environment.creates_processes_externally, "NODE_RANK" in environ or num_nodes > 1
-    healthy = num_devices * num_nodes == int(size) and (int(rank) == expected if is_rank else by_hand)
-    if healthy or type(environment) is not LocalEnvironment:
+    if type(environment) is not LocalEnvironment:
         return
-    from fabric.utilities.rank_zero import rank_zero_warn
+    expected = environment.node_rank() * num_devices + environment.local_rank()
+    if environment.creates_processes_externally:
+        healthy = num_devices * num_nodes == int(size) and int(rank) == expected
+    else:  # by hand, on several machines, the command runs once on each; some clouds count machines
+        by_hand = "NODE_RANK" in environ or num_nodes > 1
+        healthy = by_hand and int(size) in (num_devices * num_nodes, num_nodes)
+    if healthy:
+        return
+    from fabric.core.source import library_frames
     from fabric.utilities.warnings import PossibleUserWarning
 
-    rank_zero_warn(
+    warnings.warn(  # in each of these processes: RANK may be left over
         f"The environment has RANK={rank} and WORLD_SIZE={size}, but no launcher that Fabric detects. This "
         f"process is in a job of {num_devices * num_nodes}. If your own script starts the ranks, set "
         "FABRIC_ENVIRONMENT=torchelastic, LOCAL_RANK and LOCAL_WORLD_SIZE, or write `fabric run`. If the "
         "variables are left over from another job, write `unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR "
         "MASTER_PORT`.",
         category=PossibleUserWarning,
+        stacklevel=library_frames() + 1,
     )
 
 
 def _remove_parent_variables() -> list[str]:
     """Remove the variables of the rank that started this process; return a text about it, or nothing."""
-    process, _, port = os.environ.get(JOINED, "").partition(":")
-    if process in ("", str(os.getpid())):
+    process, unchanged = parent_rank()
+    if not process:
         return []
-    # Another port: a launcher between that rank and this process has set the variables again.
-    rank_variables = _RANK_VARIABLES if os.environ.get("MASTER_PORT") == port else ()
+    rank_variables = RANK_VARIABLES if unchanged else ()
     flags = [f"FABRIC_{name}" for name in _FLAGS] if os.environ.get(LAUNCHED) == "cli" else []
     fabric_variables = (JOINED, LAUNCHED, "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
     for name in (*fabric_variables, *rank_variables, *flags):
