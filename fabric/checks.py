@@ -191,7 +191,8 @@ def record_raw_iterations() -> None:
 
     def recorded_iter(loader: Any) -> Any:
         iteration, batches = original(loader), loader.batch_sampler
-        order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+        order = loader.sampler if batches is None else batches
+        order = order.sampler if type(order) is BatchSampler else order
         if type(order) in _SAMPLERS and torch.is_grad_enabled():
             data = f"{type(loader.dataset).__name__} of {len(loader.dataset)}, batch_size={loader.batch_size}"
             alive = [entry for entry in raw_iterations if entry[0]() is not None]

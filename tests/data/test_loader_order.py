@@ -50,6 +50,34 @@ def test_batches_in_order_joined_over_ranks_are_those_of_torch(ranks, workers):
         assert joined([epochs[1] for epochs in per_rank]) == oracle
 
 
+class Endless(torch.utils.data.Sampler):
+    """It has no length."""
+
+    def __iter__(self):
+        while True:
+            yield from range(8)
+
+
+class EndlessBatches(torch.utils.data.BatchSampler):
+    """Of a sampler without a length."""
+
+
+def first_of_endless(raw):
+    fabric = launched()
+    order = EndlessBatches(Endless(), 2, drop_last=False)
+    loader = DataLoader(range(8), batch_sampler=order) if raw else DataLoader(range(8), 2, sampler=Endless())
+    batches = iter(loader if raw else fabric.setup_dataloaders(loader))
+    return [next(batches).tolist() for _ in range(5)]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_samplers_without_a_length_are_iterated(ranks, raw):
+    per_rank = ranks.run(first_of_endless, raw, world_size=2)
+    all_batches = [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]]
+    each = [[0, 2], [4, 6], [0, 2], [4, 6], [0, 2]]
+    assert per_rank == ([all_batches] * 2 if raw else [each, [[i + 1 for i in batch] for batch in each]])
+
+
 def test_one_rank_sees_exactly_what_torch_gives(ranks):
     for n in (1, 7, 8, 21):
         oracle = [
