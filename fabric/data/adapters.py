@@ -260,8 +260,8 @@ class IndexSource(SeededLoaderAdapter):
         self.start = {**self.start, "length": self._num_items(), "batch": self._global_batch()}
         sampler.start = self.start["samples"]
         sampler.expected_digest = self.start["check"] if sampler.start else None
-        first, *later = self._orders or [None]
-        sampler.first_digest = first if saved and not sampler.start and later != [first] else None
+        resumes_between_epochs = saved is not None and not sampler.start
+        sampler.first_digest = _first_of_different(self._orders) if resumes_between_epochs else None
         order.epoch = epoch
         if self.is_sharded:
             order.seed = self.seed
@@ -351,6 +351,12 @@ class IndexSource(SeededLoaderAdapter):
             else:
                 torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
         self._keeps_workers = bool(self.loader.num_workers) and self.loader.persistent_workers
+
+
+def _first_of_different(orders: Any) -> Any:
+    """Return the digest of the first order if the last one differs from it in as many items; else None."""
+    first, last = orders if orders and len(orders) == 2 else (None, None)
+    return first if first and last and first[0] == last[0] and first[1] != last[1] else None
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -124,13 +124,13 @@ def _random_permutation(sampler: RandomSampler, skip: int, keep: int) -> Iterato
 
 def set_epoch_of(part: Any, epoch: int) -> None:
     """Call `set_epoch` of a user's sampler (and of one inside a batch sampler) or dataset."""
-    for item in _with_set_epoch(part):
+    for item in with_set_epoch(part):
         item.set_epoch(epoch)
 
 
 def epoch_of(part: Any) -> int | None:
     """Return the epoch of a user's sampler (or one inside a batch sampler) or dataset; None: it has none."""
-    epochs = [getattr(item, "epoch", getattr(item, "_epoch", None)) for item in _with_set_epoch(part)]
+    epochs = [getattr(item, "epoch", getattr(item, "_epoch", None)) for item in with_set_epoch(part)]
     return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
 
 
@@ -139,7 +139,8 @@ def has_state(part: Any) -> bool:
     return all([callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")])
 
 
-def _with_set_epoch(part: Any) -> list[Any]:
+def with_set_epoch(part: Any) -> list[Any]:
+    """Return those of a user's sampler or dataset, and a sampler inside it, that have `set_epoch`."""
     candidates = (part, getattr(part, "sampler", None))
     return [item for item in candidates if callable(getattr(item, "set_epoch", None))]
 

@@ -15,6 +15,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
+from fabric.data.order import with_set_epoch
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.data import sized_len
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _CHECKED = 32
 """Number of items at an epoch's beginning whose digest identifies the order."""
 _FEW = 4
-"""Fewer items may have the same order twice by chance."""
+"""Fewer indices may have the same order twice by chance."""
 _ADVICE = (
     "If it counts epochs itself, give it a method set_epoch(epoch), which Fabric calls. Else draw in the "
     "sampler from the global generators of torch, python or numpy, or from one that is its attribute"
@@ -107,7 +108,7 @@ class RankBatchSampler:
         elif not start:
             head = list(islice(stream, self.rule.size))
             self.order_digest = _order_digest(head[:_CHECKED])
-            if self.order_digest == self.first_digest and self.order_digest[0] >= _FEW:
+            if self.order_digest == self.first_digest and self._counts_itself(head[:_CHECKED]):
                 rank_zero_warn(
                     f"{type(self.order.sampler).__name__} begins this epoch, the first after a resume, with "
                     f"the order of the first epoch of all. {_ADVICE}.",
@@ -119,6 +120,12 @@ class RankBatchSampler:
             local = items[0] if whole_batches else items
             end_positions.append(end)
             yield local if seed_parts is None else SamplerJob(derive_seed(*seed_parts, end), local)
+
+    def _counts_itself(self, head: list[Any]) -> bool:
+        """Whether the sampler itself must count, if its order begins with these items again."""
+        sampler = self.order.sampler
+        is_own = not type(sampler).__module__.startswith("torch.") and not with_set_epoch(sampler)
+        return is_own and len(flatten(head)[0]) >= _FEW
 
     def _check_order(self, first: list[Any], expected_digest: list[Any]) -> None:
         if _order_digest(first) != expected_digest:

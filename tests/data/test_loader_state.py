@@ -393,6 +393,58 @@ def test_a_sampler_that_begins_again_between_epochs_is_warned_of(fabric, batches
     assert len(resumed(Counted, 0)) == 1  # of the second resume
 
 
+class CountedBatches(Counted):
+    """A batch sampler of the same kind."""
+
+    def __iter__(self):
+        yield from torch.tensor([*super().__iter__()]).view(-1, 4).tolist()
+
+
+class Parts(CountedByFabric):
+    """One part of the data in each epoch, in turn."""
+
+    def __iter__(self):
+        return iter(range(self.count % 2, self.n, 2))
+
+
+class Backwards(Counted):
+    """The same order in each epoch."""
+
+    def __iter__(self):
+        return iter(range(self.n - 1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "warned"),
+    [
+        (CountedBatches, [1, 1, 1], True),  # few items, each of several indices
+        (Counted, [4, 4, 4], True),
+        (Counted, [2, 2, 2], False),  # two may be equal by chance
+        (Parts, [4, 4, 4], False),  # Fabric gives it the epoch: it repeats the order on purpose
+        (Backwards, [4, 8, 4], False),  # a digest of other numbers of items says nothing
+        (torch.utils.data.SequentialSampler, [4, 8, 4], False),
+        (lambda n: torch.utils.data.WeightedRandomSampler([1.0] + [0.0] * (n - 1), n), [4, 4, 4], False),
+    ],
+)
+def test_only_an_order_that_a_sampler_counted_is_warned_of(fabric, kind, sizes, warned):
+    def load(size):
+        sampler = range(16) if kind is torch.utils.data.SequentialSampler else 16
+        how = {"batch_sampler": kind(16)} if kind is CountedBatches else {"sampler": kind(sampler)}
+        how |= {} if kind is CountedBatches else {"batch_size": size}
+        return fabric.setup_dataloaders(DataLoader(range(16), **how))
+
+    loader, found = load(sizes[0]), []
+    list(loader), list(loader)
+    for size in sizes[1:]:
+        state, loader = loader.state_dict(), load(size)
+        loader.load_state_dict(state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(loader), list(loader)
+        found += [str(one.message) for one in caught if "begins this epoch" in str(one.message)]
+    assert bool(found) == warned
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("data", [range(10), Numbers(10)], ids=["indices", "stream"])
 def test_loaders_copy_and_pickle_with_their_position(fabric, duplicate, data):
