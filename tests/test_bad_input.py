@@ -15,7 +15,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import HalfPrecision, Precision
-from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 CPU = torch.device("cpu")
 
@@ -537,10 +537,17 @@ def test_a_list_of_ranks_is_no_process_group():
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
-    [("find_unused", "Did you mean 'find_unused_parameters'?"), ("backend", "It takes accelerator, ")],
+    ("kind", "given", "hint"),
+    [
+        (DDPStrategy, "find_unused", "Did you mean 'find_unused_parameters'?"),
+        (DDPStrategy, "backend", "It takes accelerator, "),
+        (FSDPStrategy, "time_out", "Did you mean 'timeout'"),
+        (FSDPStrategy, "start_methd", "Did you mean 'start_method'"),
+        (FSDPStrategy, "limit_all_gather", "Did you mean 'limit_all_gathers'"),
+        (FSDPStrategy, "zzqq", "It takes accelerator, "),
+    ],
 )
-def test_a_keyword_that_ddp_does_not_take(given, hint):
+def test_a_keyword_that_a_strategy_does_not_take(kind, given, hint):
     with pytest.raises(ConfigurationError) as caught:
-        DDPStrategy(**{given: True})
-    assert str(caught.value).startswith(f"DDPStrategy has no keyword {given!r}. {hint}")
+        kind(**{given: True})
+    assert str(caught.value).startswith(f"{kind.__name__} has no keyword {given!r}. {hint}")

@@ -13,9 +13,8 @@ import torch
 from torch.nn import Module
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.registry import did_you_mean
 from fabric.strategies.fsdp.fully_shard import FullyShard, ShardSettings
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy, check_keywords
 from fabric.strategies.sharding.blocks import check_policy
 
 if TYPE_CHECKING:
@@ -179,6 +178,7 @@ class FSDPStrategy(ParallelStrategy):
         self.sharding_strategy, self.cpu_offload = sharding_strategy, cpu_offload
 
     def _settings(self) -> ShardSettings:
+        check_keywords(self, FSDPStrategy, self._fsdp_kwargs, (*_FITS, *_OTHERS))
         return ShardSettings(**_translate(self._own, self._fsdp_kwargs))
 
     def setup_module(self, module: Module) -> Module:
@@ -201,13 +201,9 @@ def _translate(signature: dict[str, Any], further: dict[str, Any]) -> dict[str, 
         further: Other arguments of FSDP1, by name.
 
     Raises:
-        ConfigurationError: An unknown argument, or a value without a counterpart in FSDP2.
+        ConfigurationError: A value without a counterpart in FSDP2.
         ArgumentTypeError: A policy has the wrong type.
     """
-    for name in further:
-        if name not in _FITS and name not in _OTHERS:
-            close = did_you_mean(name, {*signature, *_FITS, *_OTHERS})
-            raise ConfigurationError(f"FSDPStrategy has no keyword {name!r}.{close}")
     given = {**signature, **further}
     for name, (fits, must) in _FITS.items():
         if name in given and not fits(given[name]):
