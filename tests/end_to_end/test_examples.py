@@ -20,7 +20,7 @@ from pages import sides_of_readme
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.strategies import STRATEGY_REGISTRY
+from fabric.strategies import STRATEGY_REGISTRY, exchange
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -92,6 +92,7 @@ class Done(NamedTuple):
 def as_main(script: str, arguments: list[str], folder: str) -> None:
     """The script on this rank, with its output in the folder; it leaves nothing behind."""
     before = set(STRATEGY_REGISTRY.names())
+    exchange._log_shape_once.cache_clear()  # another script may have run in this process
     with (
         mock.patch.object(sys, "argv", [script, *arguments]),
         mock.patch.dict(os.environ),
