@@ -136,4 +136,5 @@ $(VENV)/.examples: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing torch-fabric[dev]"
 	@$(PIP) --editable ".[dev]"
+	@$(BIN)/python tests/quick_imports.py
 	@touch $@ $(VENV)/.examples

@@ -14,7 +14,7 @@ from browser import NEEDS_BROWSER, browsers, requests_of, wait_for
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("index.html", "how-to/errors.html", "reference/fabric.html", "how-to/choose-a-strategy.html")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("site"), NEEDS_BROWSER]
+pytestmark = [pytest.mark.filterwarnings("default"), NEEDS_BROWSER]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from fabric import Fabric
 from fabric.core.errors import ConfigurationError
 from fabric.integrations.horovod import HorovodStrategy, scale_learning_rate
 
-together = pytest.mark.xdist_group("told")
 JOBS = Path(__file__).with_name("jobs.py")
 HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", "-H", "localhost:2"]
 MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "-mca", "btl", "self,tcp"]
@@ -62,35 +61,29 @@ def test_every_promise_of_a_strategy_is_kept(tmp_path):
     assert job("promises", tmp_path)["promises"] == [{}, {}]
 
 
-@together
 def test_gradients_in_half_precision(told):
     assert 0 < told["fp16"] < 1e-2
 
 
-@together
 def test_garbage_that_one_rank_collects_first_is_no_hang(told):
     assert told["collected"] < 1e-5
 
 
-@together
 def test_mixed_precision(told):
     assert 0 < told["mixed"] < 5e-2
 
 
-@together
 def test_uneven_inputs_are_joined(told):
     assert told["joins"]["last"] == 0
     assert told["joins"]["error"] < 1e-5
 
 
-@together
 def test_ddp_under_horovodrun(told):
     world, error = told["ddp"]
     assert world == 2
     assert error < 1e-5
 
 
-@together
 def test_loops_are_those_of_ddp(told):
     loops = dict(told["loops"])
     drift = loops.pop("state_of_rank_zero under DDPStrategy")
@@ -100,7 +93,6 @@ def test_loops_are_those_of_ddp(told):
         assert apart < 1e-6, name
 
 
-@together
 def test_what_is_refused(told):
     told = told["refused"]
     assert told["bf16"].startswith(

@@ -27,7 +27,7 @@ from fabric.core.errors import ConfigurationError
 from fabric.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from fabric.utilities.rank_zero import rank_zero_only
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("loggers")]
+pytestmark = pytest.mark.filterwarnings("default")
 ROOT = Path(__file__).parents[3]
 QUIET = {"console": "off", "silent": True}
 

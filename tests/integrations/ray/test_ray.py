@@ -23,10 +23,7 @@ from fabric import Fabric
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.integrations.ray import RayEnvironment
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:::ray", "ignore::ResourceWarning", "ignore::FutureWarning"),
-    pytest.mark.xdist_group("ray"),  # one cluster
-]
+pytestmark = pytest.mark.filterwarnings("ignore:::ray", "ignore::ResourceWarning", "ignore::FutureWarning")
 HERE = Path(__file__).parent
 SMALL = 100 * 2**20
 

@@ -17,7 +17,7 @@ from fabric import cli
 from fabric.report.format import FILE_NAME, KINDS, STEP, pack_header
 from fabric.tools.report.aggregate import BINS
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("report"), NEEDS_BROWSER]
+pytestmark = [pytest.mark.filterwarnings("default"), NEEDS_BROWSER]
 PLOTS = 4
 
 
