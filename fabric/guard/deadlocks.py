@@ -154,7 +154,7 @@ class DeadlockDetector:
         self.can_raise = False
         """Whether a deadlocked rank waits in a call of a `CallChecker`, which raises."""
         self._last_status: RankStatus | None = None
-        self._created_ns = time.time_ns()
+        self._created_ns = time.time_ns(), time.monotonic_ns()
         self.members: dict[str, Sequence[int]] = {}
         """The ranks of the groups in whose calls this rank has waited."""
         self._published_groups: set[str] = set()  # whose members are in the store
@@ -176,8 +176,9 @@ class DeadlockDetector:
         others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
         last = dict.fromkeys(group_names(), 0)
         pending: dict[str, list[tuple[int, str]]] = {}
-        # Groups of former jobs of this process have the same names.
-        for entry in dropwhile(lambda entry: entry["time_created_ns"] < self._created_ns, flight_record()):
+        # Groups of former jobs of this process have the same names. The clock may have been set back since.
+        since = min(self._created_ns[0], self._created_ns[1] - time.monotonic_ns() + time.time_ns())
+        for entry in dropwhile(lambda entry: entry["time_created_ns"] < since, flight_record()):
             name, number = entry["process_group"][0], entry["collective_seq_id"]
             if entry["is_p2p"] or name not in last:  # of a group that was destroyed
                 continue

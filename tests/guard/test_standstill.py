@@ -229,9 +229,11 @@ def test_a_hook_that_sleeps_is_no_wait_for_ranks(ranks):
     assert ranks.run(asleep, world_size=2) == [None, None]
 
 
-def collectives_of_a_new_job():
+def collectives_of_a_new_job(clock_set_back_ns):
     fabric = Fabric(accelerator="cpu", devices=2)
     fabric.launch()
+    detector = job_detector()
+    detector._created_ns = detector._created_ns[0] + clock_set_back_ns, detector._created_ns[1]
     before = list(job_detector().torch_collectives(threading.get_ident())[0].values())
     dist.all_reduce(torch.ones(1))
     after = list(job_detector().torch_collectives(threading.get_ident())[0].values())
@@ -240,6 +242,6 @@ def collectives_of_a_new_job():
 
 def test_collectives_of_a_former_job_are_not_counted(ranks):
     """Its groups have the same names, and torch's record has its collectives."""
-    for _ in range(2):
-        for (before,), (after,) in ranks.run(collectives_of_a_new_job, world_size=2):
+    for clock_set_back_ns in (0, 0, 3600 * 10**9):
+        for (before,), (after,) in ranks.run(collectives_of_a_new_job, clock_set_back_ns, world_size=2):
             assert after == before + 1
