@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
@@ -333,7 +333,7 @@ import os, sys, tempfile
 sys.meta_path[:] = [one for one in sys.meta_path if "Editable" not in repr(one)]
 from importlib import import_module
 import torch
-for name in MODULES if "RANK" not in os.environ else []:  # once, in the process that starts the other rank
+for name in MODULES if os.environ.get("RANK", "0") == "0" else []:
     import_module(name)
 from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
@@ -357,12 +357,17 @@ fabric.print("done")
 """
 
 
+LAUNCHES = tuple(
+    [f"fabric.{name}" for name in ("guard", "launch", "plugins", "preemption", "report", "watchdog")]
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("one", NEEDS)
 def test_the_kernel_works_without_a_slice(tmp_path, warm, one):
     """A copy without its folder: all modules import but those that need it, and a job of 2 ranks runs.
 
-    The first rank is forked from a warm process, and starts the other one.
+    Both ranks are forked from a warm process. Where the slice may matter to a launch, only the first one is.
     """
     shutil.copytree(PACKAGE, tmp_path / "fabric", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / one.replace(".", "/")
@@ -372,7 +377,8 @@ def test_the_kernel_works_without_a_slice(tmp_path, warm, one):
     kept = [name for name in kept if place(name) != "fabric.integrations" and "__main__" not in name]
     script = tmp_path / "train.py"
     script.write_text(KERNEL_LOOP.replace("MODULES", repr(kept)).replace("PACKAGE", repr(str(tmp_path))))
-    done = warm.run(script, timeout=300, PYTHONPATH=str(tmp_path))
+    run = warm.run if one.startswith(LAUNCHES) else partial(warm.torchrun, ranks=2)
+    done = run(script, timeout=300, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
