@@ -149,6 +149,7 @@ def test_an_example_ends_well(example, name, devices):
     said = {
         ("pipeline", 2): r"fabric: pipeline: balance=\[.*\n",
         ("collectives", 1): r"fabric: all_gather .*\n",
+        ("contrastive", 1): r"fabric: all_gather .*\n",
     }
     said = said.get((name, devices), "")
     assert re.fullmatch(said, done.stderr), done.stderr
