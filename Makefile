@@ -10,8 +10,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
-# Tests run in so many processes at once; each has up to 4 ranks.
-WORKERS ?= 2
+# Tests run in so many processes at once; each has up to 4 ranks, which often wait for each other.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: docs dist demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
