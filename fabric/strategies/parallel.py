@@ -83,7 +83,7 @@ def check_keywords(
         ConfigurationError: There is one.
     """
     own = [one.name for one in signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    known = [*own, *names]
+    known = dict.fromkeys([*own, *names])
     for name in further:
         if name not in known:
             hint = did_you_mean(name, known) or f" It takes {', '.join(known)}."
