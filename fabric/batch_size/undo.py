@@ -12,9 +12,10 @@ from weakref import ProxyTypes
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fabric.core.backward_listeners import add_step_listener, parameters_of
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
@@ -31,9 +32,9 @@ _COUNTING = tuple(f"fabric.{name}." for name in ("data", "loss_check", "precisio
 class StepUndo:
     """A context of training steps. Each exit restores the state of the time of creation.
 
-    Restores modules, schedulers and set-up loaders of this process, optimizers that step in the context, the
-    loss scale, random states, and the counters of Fabric. Values are copied to the host, so that the device
-    has the memory of the steps alone.
+    Restores modules, optimizers, schedulers and set-up loaders of this process, the loss scale, random
+    states, and the counters of Fabric. Values are copied to the host, so that the device has the memory of
+    the steps alone.
 
     Args:
         strategy: Its models have no gradients.
@@ -44,43 +45,56 @@ class StepUndo:
         self._stack = ExitStack()
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._values: dict[int, tuple[Any, Any]] = {}
-        self._optimizers: dict[int, Any] = {}
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._parameters: dict[int, tuple[Any, Any, bool]] = {}
         self._positions: list[tuple[Any, Any]] = []
         self._counters: list[tuple[Any, dict[str, int]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._scale = copy.deepcopy(strategy.precision.state_dict())
         self._rng = collect_rng_states()
-        for live in gc.get_objects():
+        for live in _live_objects():
             kind = type(live)
             if issubclass(kind, Module) and not issubclass(kind, DistributedDataParallel):
                 # Not DDP itself, which has another reducer after an error.
-                self._keep(
-                    [vars(live), *[value for value in vars(live).values() if issubclass(type(value), dict)]]
-                )
-            elif issubclass(kind, LRScheduler | _FabricDataLoader):
+                values = vars(live).values()
+                self._keep([vars(live), *[value for value in values if issubclass(type(value), dict)]])
+                self._keep_gradients(vars(live).get("_parameters", {}).values())
+            elif issubclass(kind, Optimizer) and "param_groups" in vars(live):  # Fabric's view has its own
+                states = [value for value in live.state.values() if issubclass(type(value), dict)]
+                self._keep([vars(live), *live.param_groups, live.state, *states])
+                self._keep([dict(enumerate(parameters_of(live)))])
+                self._keep_gradients(parameters_of(live))
+            elif issubclass(kind, LRScheduler):
                 self._keep([vars(live)])
-                if (iteration := vars(live).get("_iteration")) is not None:
-                    self._positions.append((iteration, iteration.position))
-                if issubclass(kind, _FabricDataLoader):
-                    drawn = [live._user_loader.generator, *getattr(live._adapter, "generators", ())]
-                    found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
-                    self._generators += [(one, one.get_state()) for one in found.values()]
+            elif issubclass(kind, _FabricDataLoader):
+                self._keep_loader(live)
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
                 # After an error on this rank only, its numbers differ from those of other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
                 self._counters.append((live, numbers))
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Copy the state of an optimizer before its first step."""
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer
-            state = optimizer.state
-            self._keep([vars(optimizer), *optimizer.param_groups, state, *state.values()])
-            self._keep([dict(enumerate(parameters_of(optimizer)))])
+    def _keep_gradients(self, parameters: Iterable[Any]) -> None:
+        for p in parameters:
+            if p is not None and p.is_leaf and id(p) not in self._parameters:
+                self._parameters[id(p)] = p, p.grad, p.requires_grad
+                self._keep([{"grad": p.grad}])
+
+    def _keep_loader(self, loader: Any) -> None:
+        self._keep([vars(loader)])
+        adapter = loader._adapter
+        sampler = getattr(adapter, "sampler", None)
+        # The digest of the order, which a resume compares, and the epoch.
+        for part in (adapter, sampler, getattr(sampler, "order", None)):
+            if hasattr(part, "__dict__"):
+                self._tables.append((vars(part), dict(vars(part))))
+        if (iteration := vars(loader).get("_iteration")) is not None:
+            self._positions.append((iteration, iteration.position))
+        drawn = [loader._user_loader.generator, *getattr(adapter, "generators", ())]
+        found = {id(one): one for one in drawn if isinstance(one, torch.Generator)}
+        self._generators += [(one, one.get_state()) for one in found.values()]
 
     def __enter__(self) -> None:
         strategy, channel = self._strategy, self._strategy.channel()
-        self._stack.callback(add_step_listener(self))
         for trial in strategy.hooks["trial"]:
             self._stack.enter_context(trial())
         # Nothing communicates, so replicas differ.
@@ -103,8 +117,14 @@ class StepUndo:
         for table, saved in self._tables:
             table.clear()
             table.update(saved)
+        for values, saved_values in self._lists:
+            values[:] = saved_values
         for tensor, value in self._values.values():
             tensor.data.copy_(value)
+        for parameter, grad, requires_grad in self._parameters.values():
+            parameter.grad = grad
+            if parameter.requires_grad != requires_grad:  # frozen by a step that an error ended
+                parameter.requires_grad_(requires_grad)
         for counting, numbers in self._counters:
             vars(counting).update(numbers)
         for generator, state in self._generators:
@@ -121,6 +141,7 @@ class StepUndo:
     def _keep(self, tables: Iterable[dict[Any, Any]]) -> None:
         for table in tables:
             self._tables.append((table, dict(table)))
+            self._lists += [(value, [*value]) for value in table.values() if type(value) is list]
             held = [value for value in table.values() if type(value) not in ProxyTypes]  # which may be dead
             for value in flatten(held)[0]:
                 if isinstance(value, torch.Tensor) and not value.is_meta and id(value) not in self._values:
@@ -128,6 +149,20 @@ class StepUndo:
                     if _is_freed(local):
                         continue  # its memory was freed, as that of FSDP's gathered parameters
                     self._values[id(value)] = local.detach(), local.detach().to("cpu", copy=True)
+
+
+def _live_objects() -> list[Any]:
+    """Objects of the garbage collector, including those of `gc.freeze()`, which it does not list."""
+    frozen, was_enabled = gc.get_freeze_count(), gc.isenabled()
+    gc.disable()  # a forked process must not collect inherited objects (`launch/garbage.py`)
+    try:
+        gc.unfreeze()
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _is_freed(tensor: Any) -> bool:

@@ -3,6 +3,7 @@
 tests/pretend/test_batch_size_device.py has those of a device with a limit.
 """
 
+import gc
 import re
 
 import pytest
@@ -263,3 +264,60 @@ def beside_freed_memory():
 
 def test_tensors_whose_memory_was_freed_are_left_alone(ranks):
     assert ranks.run(beside_freed_memory, world_size=1) == [torch.Size([1000])]
+
+
+class Listing(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.losses = []
+
+
+def interrupted_step(frozen):
+    """Step as loops do that change rates and flags before the forward, where memory ends."""
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    model, temperature = Listing(), nn.Parameter(torch.ones(()))
+    first, second = model.parameters()
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD([*model.parameters(), temperature], lr=0.5))
+    loader = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(torch.ones(32, 2)), batch_size=2, shuffle=True)
+    )
+    begun = iter(loader)
+    next(begun)
+
+    def step():
+        optimizer.param_groups[0]["lr"] *= 0.5
+        loss = (model(next(iter(loader))[0]) * temperature).sum()
+        model.losses.append(loss.detach())
+        fabric.backward(loss)
+        first.requires_grad_(False)
+        second.data.add_(1)
+        raise torch.OutOfMemoryError("out of memory")
+
+    if frozen:
+        gc.freeze()
+    undo, before, value = StepUndo(fabric.strategy), loader.state_dict(), second.item()
+    try:
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError), undo:
+                step()
+            flags = [parameter.requires_grad for parameter in (first, second)]
+            yield optimizer.param_groups[0]["lr"], flags, temperature.grad, len(model.losses)
+        yield second.item() == value, loader.state_dict() == before
+    finally:
+        gc.unfreeze()
+        begun.close()
+        fabric.strategy.teardown()
+
+
+def interrupted_steps(frozen):
+    return [*interrupted_step(frozen)]
+
+
+def test_what_steps_change_before_an_error_is_restored(ranks):
+    state = (0.5, [True, True], None, 0)
+    for frozen in (False, True):
+        (found,) = ranks.run(interrupted_steps, frozen, world_size=1)
+        assert found == [state, state, (True, True)], f"gc.freeze: {frozen}"
