@@ -239,7 +239,8 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "sbatch without srun: several machines": (
         *(BATCH, {"devices": 2, "num_nodes": 2}),
         "num_nodes=2 needs processes on other machines, but SLURM job 42 started only this one, without "
-        "srun, and nothing starts the others. Write `srun python train.py`",
+        "srun, and nothing starts the others. Write `srun python train.py` (one process for each task), or "
+        "`srun --ntasks $SLURM_NNODES torchrun ...`",
     ),
     "salloc: several machines": (SALLOC, {"num_nodes": 2}, "SLURM job 42 started only this one"),
     "mpirun: devices": (

@@ -196,8 +196,8 @@ def check_allocation(num_devices: int, num_nodes: int) -> None:
     """
     environ = os.environ
     advice = (
-        "Write `srun python train.py` (one process for each task), or `srun --ntasks-per-node 1 torchrun "
-        "...` (see fabric/plugins/environments/README.md)"
+        "Write `srun python train.py` (one process for each task), or `srun --ntasks $SLURM_NNODES "
+        "torchrun ...` (see fabric/plugins/environments/README.md)"
     )
     if num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= set(environ):
         raise ConfigurationError(
