@@ -381,6 +381,7 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ConfigurationError: Impossible numbers of steps, or unknown ranks; on all ranks.
+            UsageError: `profile` is active already; on all ranks.
             CollectiveMismatch: A rank did not enter, or entered with other numbers; on all ranks.
         """
         self._require_launch("profile()")

@@ -117,6 +117,9 @@ class _FabricDataLoader(Loader):
         self._thread = threading.get_ident()  # a thread that reads ahead must send no messages
         self._warned_of_repeats = False
         self._iteration: _Iteration | None = None
+        """The iteration that yielded the last batch, or began since; None: it has ended."""
+        self._newest: _Iteration | None = None
+        """The iteration that began last: the adapter has its order."""
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0
         """Seconds that the loop has waited for batches, since the loader was set up."""
@@ -149,6 +152,11 @@ class _FabricDataLoader(Loader):
             epoch, state = self._epoch, self._saved
         elif self._iteration is None:
             epoch, state = self._epoch, self._adapter.initial_state()
+        elif self._iteration is not self._newest:
+            raise UsageError(
+                "The position of this loader is unknown: inside of the loop over it, it was iterated again, "
+                "as by next(iter(loader)). Make a second loader of the same data for that."
+            )
         else:
             epoch, state = self._iteration.epoch, self._adapter.state(self._iteration.position)
         head = {"version": VERSION, "kind": self._adapter.kind, "epoch": epoch}
@@ -202,7 +210,7 @@ class _FabricDataLoader(Loader):
             if self._begun is not None:
                 self._begun.record(self._user_loader, epoch)
         adapter.begin(epoch, saved)
-        self._saved, self._iteration = None, iteration
+        self._saved, self._iteration, self._newest = None, iteration, iteration
         self._epoch += 1
         begin = time.perf_counter()
         batches = self._start_iterator()
@@ -252,6 +260,7 @@ class _FabricDataLoader(Loader):
                 if attribute is None:
                     break
                 batch, iteration.position = attribute
+                self._iteration = iteration
                 if uneven_rows:
                     before_last = [part.epoch_begun() for part in self._parts]
                 yield batch

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from fabric.core.compile import uncompiled
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.data.loader import _FabricDataLoader
 from fabric.profile._torch import compiled_module
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 _END = object()
+_is_active = False
+"""Whether this process is in the context. A second profiler of torch ends the process by SIGSEGV."""
 # By phase, the prefixes of event names in a trace: those of Fabric, and torch's own.
 PHASES = {
     "data": ("fabric.data", "enumerate(DataLoader)#"),
@@ -60,9 +62,14 @@ def profiled(
     fabric: Any, folder: PathLike, ranks: list[int] | None, window: dict[str, int], settings: dict[str, Any]
 ) -> Iterator[Profile]:
     """Context of `Fabric.profile`, which documents the arguments."""
+    global _is_active
     strategy, world = fabric.strategy, fabric.world_size
     chosen = range(world) if ranks is None else ranks
     try:
+        if _is_active:
+            raise UsageError(
+                "fabric.profile is active already, and torch has one profiler. Remove one of the two."
+            )
         _check_settings(settings, window)
         _check_window(window, ranks, world)
     except FabricError as error:
@@ -70,17 +77,21 @@ def profiled(
     strategy.check_barrier("profile", f"{window}, ranks {ranks}")
     file = Path(folder) / f"rank_{fabric.global_rank}.json"
     times: dict[str, float] = {}
-    if fabric.global_rank in chosen:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        plan = schedule(**window, repeat=1)
-        settings.setdefault("acc_events", True)  # else torch 2.11 warns that events are lost
-        with (
-            recording_phases(fabric),
-            profile(schedule=plan, on_trace_ready=_trace_writer(file, times), **settings) as profiler,
-        ):
-            yield Profile(profiler)
-    else:
-        yield Profile(None)
+    _is_active = True
+    try:
+        if fabric.global_rank in chosen:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            plan = schedule(**window, repeat=1)
+            settings.setdefault("acc_events", True)  # else torch 2.11 warns that events are lost
+            with (
+                recording_phases(fabric),
+                profile(schedule=plan, on_trace_ready=_trace_writer(file, times), **settings) as profiler,
+            ):
+                yield Profile(profiler)
+        else:
+            yield Profile(None)
+    finally:
+        _is_active = False
     gathered = strategy.all_gather_object(times, label="profile")
     rows = {rank: times for rank, times in enumerate(gathered) if times}
     if not rows:

@@ -94,7 +94,8 @@ def test_the_last_iteration_is_the_one_that_counts(fabric):
     second = iter(loader)
     assert position(loader) == (1, 0)
     next(first)
-    assert position(loader) == (1, 0)
+    with pytest.raises(UsageError, match="it was iterated again"):  # the order of the first one is not kept
+        loader.state_dict()
     next(second)
     assert position(loader) == (1, 2)
 
@@ -391,6 +392,26 @@ def test_a_sampler_that_begins_again_between_epochs_is_warned_of(fabric, batches
     assert resumed(CountedByFabric, 2) == []
     assert resumed(Counted, 2, orders=1) == []  # the same order in each epoch
     assert len(resumed(Counted, 0)) == 1  # of the second resume
+
+
+@pytest.mark.parametrize("data", [range(10), Numbers(10)], ids=["indices", "stream"])
+@pytest.mark.parametrize("whole", [False, True], ids=["a batch", "an epoch"])
+def test_the_position_of_a_loop_inside_of_which_the_loader_was_iterated_again(fabric, data, whole):
+    loader = ready(fabric, data)
+    read = []
+    for number, batch in enumerate(loader):
+        read.append(batch)
+        if number == 1:
+            inner = iter(loader)
+            assert [next(inner), *(inner if whole else [])][0] == [0, 1]
+            loader.state_dict()
+        elif number > 1:
+            with pytest.raises(
+                UsageError, match=r"iterated again, as by next\(iter\(loader\)\)\. Make a second"
+            ):
+                loader.state_dict()
+    assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert position(loader) == (2, 0)
 
 
 class CountedBatches(Counted):

@@ -148,6 +148,17 @@ def refused(folder):
             a_profile(folder, parts, **settings)
     with pytest.raises(CollectiveMismatch, match="profile"):
         a_profile(folder, parts, wait=fabric.global_rank)
+    active = {"ranks": [0], "wait": 0, "warmup": 9}  # it records nothing
+    with (
+        pytest.warns(UserWarning, match="recorded nothing")
+        if fabric.is_global_zero
+        else contextlib.nullcontext(),
+        fabric.profile(folder / "a", **active),
+        pytest.raises(UsageError, match=r"^fabric\.profile is active already"),
+        fabric.profile(folder / "b"),
+    ):
+        pass
+    (folder / "a").rmdir() if fabric.is_global_zero else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         told, _ = a_profile(folder, parts, steps=1)
