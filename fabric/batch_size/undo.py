@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
+from fabric.launch.garbage import gc_disabled
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 _COUNTING = tuple(f"fabric.{name}." for name in ("data", "loss_check", "precision", "replicas", "strategies"))
 """Modules with objects that count steps and backwards, and check ranks in some of them."""
+
+
+_frozen: list[Any] = []
+"""Objects of `gc.freeze()`, which must not be collected."""
 
 
 class StepUndo:
@@ -59,11 +65,9 @@ class StepUndo:
                 values = vars(live).values()
                 self._keep([vars(live), *[value for value in values if issubclass(type(value), dict)]])
                 self._keep_gradients(vars(live).get("_parameters", {}).values())
-            elif issubclass(kind, Optimizer) and "param_groups" in vars(live):  # Fabric's view has its own
-                states = [value for value in live.state.values() if issubclass(type(value), dict)]
-                self._keep([vars(live), *live.param_groups, live.state, *states])
-                self._keep([dict(enumerate(parameters_of(live)))])
-                self._keep_gradients(parameters_of(live))
+            elif issubclass(kind, Optimizer):
+                if "_fabric_inner" not in vars(live):  # a view, whose optimizer is listed, too
+                    self._keep_optimizer(live)
             elif issubclass(kind, LRScheduler):
                 self._keep([vars(live)])
             elif issubclass(kind, _FabricDataLoader):
@@ -78,6 +82,15 @@ class StepUndo:
             if p is not None and p.is_leaf and id(p) not in self._parameters:
                 self._parameters[id(p)] = p, p.grad, p.requires_grad
                 self._keep([{"grad": p.grad}])
+
+    def _keep_optimizer(self, optimizer: Any) -> None:
+        self._keep([vars(optimizer)])
+        groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
+        tables = [state, *state.values()] if isinstance(state, dict) else []
+        self._keep([table for table in tables if isinstance(table, dict)])
+        if groups:  # not in one whose constructor has failed
+            self._keep([*groups, dict(enumerate(parameters_of(optimizer)))])
+            self._keep_gradients(parameters_of(optimizer))
 
     def _keep_loader(self, loader: Any) -> None:
         self._keep([vars(loader)])
@@ -152,17 +165,18 @@ class StepUndo:
 
 
 def _live_objects() -> list[Any]:
-    """Objects of the garbage collector, including those of `gc.freeze()`, which it does not list."""
-    frozen, was_enabled = gc.get_freeze_count(), gc.isenabled()
-    gc.disable()  # a forked process must not collect inherited objects (`launch/garbage.py`)
-    try:
-        gc.unfreeze()
+    """Return the objects of the garbage collector, with those of `gc.freeze()`, which it does not list."""
+    if not gc.get_freeze_count():
         return gc.get_objects()
-    finally:
-        if frozen:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
+    # A forked process must not collect inherited objects (`launch/garbage.py`). Freezing again would keep
+    # all that is alive now, such as models that are deleted later.
+    with gc_disabled():
+        others = {id(one) for one in gc.get_objects()}
+        gc.unfreeze()
+        found = gc.get_objects()
+        _frozen.extend([one for one in found if id(one) not in others])
+    atexit.register(gc.freeze)  # Python's last collection
+    return found
 
 
 def _is_freed(tensor: Any) -> bool:

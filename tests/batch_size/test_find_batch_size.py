@@ -5,6 +5,7 @@ tests/pretend/test_batch_size_device.py has those of a device with a limit.
 
 import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.batch_size import search
+from fabric.batch_size import undo as undo_module
 from fabric.batch_size.undo import StepUndo
 from fabric.core.errors import (
     ArgumentTypeError,
@@ -308,6 +310,7 @@ def interrupted_step(frozen):
         yield second.item() == value, loader.state_dict() == before
     finally:
         gc.unfreeze()
+        undo_module._frozen.clear()
         begun.close()
         fabric.strategy.teardown()
 
@@ -321,3 +324,76 @@ def test_what_steps_change_before_an_error_is_restored(ranks):
     for frozen in (False, True):
         (found,) = ranks.run(interrupted_steps, frozen, world_size=1)
         assert found == [state, state, (True, True)], f"gc.freeze: {frozen}"
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper of the usual kind: it has its optimizer's groups, and slow weights of its own."""
+
+    def __init__(self, inner):
+        self.inner, self.count = inner, 0
+        self.slow = [p.detach().clone() for p in inner.param_groups[0]["params"]]
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        self.count += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            slow.lerp_(p.detach(), 0.5)
+        return loss
+
+
+class Broken(torch.optim.Optimizer):
+    """An optimizer whose constructor has failed."""
+
+    def __init__(self):
+        pass
+
+
+def undone_wrapper():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    model, broken = nn.Linear(2, 1), Broken()
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1))
+    before = [slow.clone() for slow in optimizer.slow]
+    undo = StepUndo(fabric.strategy)
+    try:
+        with undo:
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+        equal = [torch.equal(*pair) for pair in zip(before, optimizer.slow, strict=True)]
+        return optimizer.count, equal, len(optimizer.state), vars(broken)
+    finally:
+        fabric.strategy.teardown()
+
+
+def test_an_optimizer_around_another_is_restored(ranks):
+    assert ranks.run(undone_wrapper, world_size=1) == [(0, [True, True], 0, {})]
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def collected_later():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    frozen = Cycle()
+    gc.freeze()  # as a forked rank does
+    own = Cycle()
+    kept, dropped = weakref.ref(frozen), weakref.ref(own)
+    try:
+        StepUndo(fabric.strategy)
+        del frozen, own
+        gc.collect()
+        return kept() is not None, dropped() is None
+    finally:
+        undo_module._frozen.clear()
+        gc.collect()
+        fabric.strategy.teardown()
+
+
+def test_frozen_objects_stay_and_others_are_collected(ranks):
+    assert ranks.run(collected_later, world_size=1) == [(True, True)]
