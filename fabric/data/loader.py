@@ -32,6 +32,10 @@ _active: list[_Iteration] = []
 """Iterations that have begun and not ended."""
 VERSION = 2
 """Version of the format of `state_dict()`."""
+_ITERATED_AGAIN = (
+    "inside of the loop over it, the loader was iterated again, as by next(iter(loader)). Make a second "
+    "loader of the same data for that."
+)
 _USER_ATTRIBUTES = ("dataset", "collate_fn", "worker_init_fn", "generator")
 """Attributes that are read from the user's loader, since Fabric replaces them on the iterated copy."""
 
@@ -44,6 +48,8 @@ class _Iteration:
         self.states_at_begin = [part.epoch_begun() for part in parts]
         """The values that `epoch_begun` of these parts returned."""
         self.position: Any = None
+        self.number = 0
+        """Its number among those of its loader, from 1."""
 
     def is_even(self, ranks: int) -> bool:
         """Whether all ranks surely got equal numbers of samples in the last batch."""
@@ -118,8 +124,10 @@ class _FabricDataLoader(Loader):
         self._warned_of_repeats = False
         self._iteration: _Iteration | None = None
         """The iteration that yielded the last batch, or began since; None: it has ended."""
-        self._newest: _Iteration | None = None
-        """The iteration that began last: the adapter has its order."""
+        self._num_begun = 0
+        """Number of iterations that have begun; the adapter has the order of the last one."""
+        self._was_asked = False
+        """Whether `state_dict` was called since the last one began."""
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0
         """Seconds that the loop has waited for batches, since the loader was set up."""
@@ -152,13 +160,11 @@ class _FabricDataLoader(Loader):
             epoch, state = self._epoch, self._saved
         elif self._iteration is None:
             epoch, state = self._epoch, self._adapter.initial_state()
-        elif self._iteration is not self._newest:
-            raise UsageError(
-                "The position of this loader is unknown: inside of the loop over it, it was iterated again, "
-                "as by next(iter(loader)). Make a second loader of the same data for that."
-            )
+        elif self._iteration.number != self._num_begun:
+            raise UsageError(f"The position of this loader is unknown: {_ITERATED_AGAIN}")
         else:
             epoch, state = self._iteration.epoch, self._adapter.state(self._iteration.position)
+        self._was_asked = True
         head = {"version": VERSION, "kind": self._adapter.kind, "epoch": epoch}
         if not self._adapter.per_rank:
             return {**head, **state}
@@ -203,14 +209,16 @@ class _FabricDataLoader(Loader):
         epoch = adapter.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        iteration, saved = _Iteration(epoch, self._parts, _batch_size(self._user_loader)), self._saved
+        iteration = _Iteration(epoch, self._parts, _batch_size(self._user_loader))
+        saved, iteration.number = self._saved, self._num_begun + 1
         if torch.is_grad_enabled():
             if not adapter.per_rank:
                 sharded_iterations.add(iteration)
             if self._begun is not None:
                 self._begun.record(self._user_loader, epoch)
         adapter.begin(epoch, saved)
-        self._saved, self._iteration, self._newest = None, iteration, iteration
+        self._saved, self._iteration = None, iteration
+        self._num_begun, self._was_asked = iteration.number, False
         self._epoch += 1
         begin = time.perf_counter()
         batches = self._start_iterator()
@@ -260,7 +268,8 @@ class _FabricDataLoader(Loader):
                 if attribute is None:
                     break
                 batch, iteration.position = attribute
-                self._iteration = iteration
+                if self._iteration is not iteration:
+                    self._continue(iteration)
                 if uneven_rows:
                     before_last = [part.epoch_begun() for part in self._parts]
                 yield batch
@@ -279,6 +288,20 @@ class _FabricDataLoader(Loader):
             close = getattr(pairs, "close", None)
             if close is not None:
                 close()
+
+    def _continue(self, iteration: _Iteration) -> None:
+        """Record that an iteration yields again after another one did, or after `set_epoch`."""
+        is_last = iteration.number == self._num_begun
+        if is_last and self._iteration is None:  # `set_epoch` was called
+            return
+        self._iteration = iteration
+        if not is_last and self._was_asked:
+            self._was_asked = False
+            rank_zero_warn(
+                "loader.state_dict() or fabric.save has returned the position of another iteration than the "
+                f"one that yields now: {_ITERATED_AGAIN}",
+                category=PossibleUserWarning,
+            )
 
     def _warn_of_repeats(self) -> None:
         """Warn once if an evaluation got samples twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import threading
@@ -14,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fabric import Fabric
 from fabric.core.errors import UsageError
-from fabric.data.loader import _FabricDataLoader
+from fabric.data.loader import _FabricDataLoader, sharded_iterations
+from fabric.utilities.warnings import PossibleUserWarning
 
 
 class Numbers(IterableDataset):
@@ -93,8 +95,9 @@ def test_the_last_iteration_is_the_one_that_counts(fabric):
     assert position(loader) == (0, 4)
     second = iter(loader)
     assert position(loader) == (1, 0)
-    next(first)
-    with pytest.raises(UsageError, match="it was iterated again"):  # the order of the first one is not kept
+    with pytest.warns(PossibleUserWarning, match="has returned the position of another"):
+        next(first)
+    with pytest.raises(UsageError, match="was iterated again"):  # the order of the first one is not kept
         loader.state_dict()
     next(second)
     assert position(loader) == (1, 2)
@@ -404,7 +407,6 @@ def test_the_position_of_a_loop_inside_of_which_the_loader_was_iterated_again(fa
         if number == 1:
             inner = iter(loader)
             assert [next(inner), *(inner if whole else [])][0] == [0, 1]
-            loader.state_dict()
         elif number > 1:
             with pytest.raises(
                 UsageError, match=r"iterated again, as by next\(iter\(loader\)\)\. Make a second"
@@ -412,6 +414,45 @@ def test_the_position_of_a_loop_inside_of_which_the_loader_was_iterated_again(fa
                 loader.state_dict()
     assert read == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert position(loader) == (2, 0)
+
+
+def test_a_state_of_another_iteration_is_warned_of_once_that_is_sure(fabric):
+    loader = ready(fabric)
+    kept = iter(loader)  # never used again
+    next(kept)
+    loop = iter(loader)
+    next(loop)
+    list(loader)
+    assert position(loader) == (3, 0)
+    with pytest.warns(
+        PossibleUserWarning, match="has returned the position of another iteration than the one"
+    ):
+        next(loop)
+    next(loop)
+    for _ in loader:
+        loader.state_dict()
+    assert position(loader) == (4, 0)
+
+
+def test_set_epoch_inside_of_a_loop_holds(fabric):
+    loader = ready(fabric)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            loader.set_epoch(7)
+    assert position(loader) == (7, 0)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(9)
+    next(batches)
+    assert position(loader) == (9, 0)
+
+
+def test_an_iteration_that_has_ended_is_not_kept(fabric):
+    before = len(sharded_iterations)
+    loader = ready(fabric)
+    list(loader)
+    gc.collect()
+    assert len(sharded_iterations) <= before
 
 
 class CountedBatches(Counted):
