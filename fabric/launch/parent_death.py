@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import multiprocessing
 import os
 import pickle
@@ -29,12 +30,14 @@ REPORT_FD = "FABRIC_REPORT_FD"
 LAUNCHED = "FABRIC_LAUNCHED"
 """Set in ranks that Fabric started: "script", "cli", or "function" (the launching process has the store)."""
 JOINED = "FABRIC_JOINED"
-"""Set by a rank in its own environment by `Fabric(...)`: its process id and its `RANK_VARIABLES`."""
+"""Set by a rank in its own environment by `Fabric(...)`: its process id, and its place in the job."""
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 """Variables that identify a rank, as torchrun sets them."""
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+"""Those that differ between the ranks of a job, or between jobs."""
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3
@@ -193,22 +196,29 @@ def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
 def mark_rank() -> None:
     """Mark this process as a rank (of Fabric, torchrun or others), so that its subprocesses are not ranks."""
     if not os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID", "LOCAL_RANK")):
-        own = [f"{name}={os.environ[name]}" for name in RANK_VARIABLES if name in os.environ]
-        os.environ[JOINED] = f"{os.getpid()}:{','.join(own)}"
+        own = {name: os.environ[name] for name in _PLACE if name in os.environ}
+        os.environ[JOINED] = f"{os.getpid()}:{json.dumps(own)}"
 
 
 def parent_rank() -> tuple[str, bool]:
-    """Return the id of the rank that started this process, and whether it has that rank's variables.
+    """Return the id of the rank that started this process, and whether it is another rank itself.
 
-    Others were set since by a launcher, or by that rank for another one. The id is "" for a rank itself.
+    It is if a launcher, or that rank, has set another place in a job since. The id is "" for a rank itself.
     """
     process, _, text = os.environ.get(JOINED, "").partition(":")
     if process in ("", str(os.getpid())):
         return "", False
-    marked = dict([pair.split("=", 1) for pair in text.split(",") if pair])
-    unchanged = [os.environ.get(name, value) == value for name, value in marked.items()]
+    try:
+        marked = dict(json.loads(text))
+    except (TypeError, ValueError):  # of another version of Fabric
+        marked = {}
+    ports = {environ.get("MASTER_PORT") for environ in (os.environ, marked)}
+    if len(ports) == 1 and os.environ.get("WORLD_SIZE") == "1":
+        return process, False  # an evaluation, for instance
     # Fabric sets others later, in `launch`, but the port only in processes that it starts.
-    return process, all(unchanged) and ("MASTER_PORT" in marked or "MASTER_PORT" not in os.environ)
+    has_new_port = "MASTER_PORT" in os.environ and "MASTER_PORT" not in marked
+    changed = [os.environ.get(name, value) != value for name, value in marked.items()]
+    return process, any(changed) or has_new_port
 
 
 def _until_orphaned(parent: int) -> None:

@@ -1,5 +1,6 @@
 """Which environment wins, and what the foreign ones read. No processes."""
 
+import json
 import os
 import warnings
 
@@ -75,6 +76,9 @@ def test_ranks_that_no_launcher_started_are_warned_of(foreign, variables, argume
         Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
 
 
+JOINED = '1:{"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}'
+
+
 class Foreign(LocalEnvironment):
     """A user's own, which reads these variables."""
 
@@ -91,7 +95,7 @@ class Foreign(LocalEnvironment):
         ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, {"num_nodes": 2}),
         ({"FABRIC_LAUNCHED": "script", "LOCAL_RANK": "1"}, {"devices": 2}),
         ({"NODE_RANK": "1"}, {"devices": 2, "num_nodes": 2, "strategy": "ddp"}),  # some count machines
-        ({"FABRIC_JOINED": "1:RANK=1,MASTER_PORT=29500", "LOCAL_RANK": "1"}, {}),  # started by such a rank
+        ({"FABRIC_JOINED": JOINED, "LOCAL_RANK": "1"}, {}),  # started by such a rank
     ],
 )
 def test_healthy_ranks_are_not_warned_of(foreign, variables, arguments):
@@ -107,7 +111,7 @@ def test_a_rank_of_another_program_marks_itself_for_its_subprocesses(foreign):
     Fabric(accelerator="cpu", devices=2, strategy="ddp")
     process, _, variables = os.environ["FABRIC_JOINED"].partition(":")
     assert process == str(os.getpid())
-    assert variables == "RANK=1,LOCAL_RANK=1,WORLD_SIZE=2,MASTER_ADDR=node0,MASTER_PORT=29500"
+    assert json.loads(variables) == FOREIGN
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -214,25 +218,40 @@ RANK = {
 }
 
 
+CHANGED = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+
+
 @pytest.mark.parametrize(
-    ("joined", "kept"),
+    ("process", "marked", "kept"),
     [
-        ("own:MASTER_PORT=7", {*RANK}),  # a rank that makes a second Fabric
-        ("", {*RANK}),  # a rank that is a child of what the launcher has started
-        ("1:MASTER_PORT=7", set()),
-        ("1:RANK=1,LOCAL_RANK=1,WORLD_SIZE=2,MASTER_PORT=7", set()),
-        ("1:RANK=1,MASTER_PORT=7,TORCHELASTIC_RUN_ID=none", set()),  # which the child has removed
-        ("1:MASTER_PORT=8", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # of a launcher in between
-        ("1:RANK=1", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # that rank had no port
-        ("1:RANK=0,MASTER_PORT=7", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # that rank started another one
-        ("1:RANK=1,WORLD_SIZE=1,MASTER_PORT=7", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # or another job
+        ("own", {"MASTER_PORT": "7"}, {*RANK}),  # a rank that makes a second Fabric
+        ("", {}, {*RANK}),  # a rank that is a child of what the launcher has started
+        ("1", {"MASTER_PORT": "7"}, set()),
+        ("1", {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "7"}, set()),
+        ("1", {"MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "a,b=1:2"}, set()),  # which the child has removed
+        ("1", {"MASTER_PORT": "8"}, CHANGED),  # of a launcher in between
+        ("1", {"RANK": "1"}, CHANGED),  # that rank had no port
+        ("1", {"RANK": "0", "MASTER_PORT": "7"}, CHANGED),  # that rank started another one
+        ("1", {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "7"}, CHANGED),  # or another job
+        ("1", 29500, CHANGED),  # of another version
     ],
 )
-def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, joined, kept):
+def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, process, marked, kept):
     for name, value in {**RANK, "MASTER_PORT": "7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FABRIC_JOINED", joined.replace("own", str(os.getpid())))
+    own = str(os.getpid()) if process == "own" else process
+    monkeypatch.setenv("FABRIC_JOINED", f"{own}:{json.dumps(marked)}" if own else "")
     found = find_environment()
     assert {name for name in RANK if name in os.environ} == kept
     assert found.environment.creates_processes_externally == bool(kept)
-    assert ("a rank (process 1) started this process" in found.reason) == (joined[:2] == "1:")
+    assert ("a rank (process 1) started this process" in found.reason) == (process == "1")
+
+
+@pytest.mark.parametrize("changed", [{"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
+def test_a_process_that_a_rank_starts_alone_or_on_another_device_is_no_rank(monkeypatch, changed):
+    marked = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**RANK, **marked, "LOCAL_WORLD_SIZE": "2", **changed}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FABRIC_JOINED", f"1:{json.dumps(marked)}")
+    assert not find_environment().environment.creates_processes_externally
+    assert "RANK" not in os.environ

@@ -133,10 +133,10 @@ def warn_of_foreign_ranks(environment: ClusterEnvironment, num_devices: int, num
 
 def _remove_parent_variables() -> list[str]:
     """Remove the variables of the rank that started this process; return a text about it, or nothing."""
-    process, unchanged = parent_rank()
+    process, is_rank = parent_rank()
     if not process:
         return []
-    rank_variables = RANK_VARIABLES if unchanged else ()
+    rank_variables = () if is_rank else RANK_VARIABLES
     flags = [f"FABRIC_{name}" for name in _FLAGS] if os.environ.get(LAUNCHED) == "cli" else []
     fabric_variables = (JOINED, LAUNCHED, "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
     for name in (*fabric_variables, *rank_variables, *flags):
