@@ -133,7 +133,7 @@ $(VENV)/.examples: $(VENV)/.torch pyproject.toml
 	@$(PIP) --editable ".[examples]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml tests/quick_imports.py
 	@echo "installing torch-fabric[dev]"
 	@$(PIP) --editable ".[dev]"
 	@$(BIN)/python tests/quick_imports.py
