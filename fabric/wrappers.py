@@ -21,6 +21,7 @@ from fabric.core._torch import MODULE_TABLES
 from fabric.core.compile import is_compiled
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
+from fabric.core.messages import missing_attribute
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.init import NeedsJob, name_of, names_of_owners
@@ -205,9 +206,9 @@ class _FabricModule(Module):
             return strategy.method_plan(own["_fabric_wrapped"], added, False)
         try:
             value = getattr(original, name)
-        except AttributeError:
+        except AttributeError as error:
             if name not in _TENSOR_PROPERTIES or hasattr(type(original), name):
-                raise
+                raise missing_attribute("model", original, name, error)  # noqa: B904
             return _TENSOR_PROPERTIES[name](original, strategy)
         if not plain and isinstance(value, MethodType) and value.__self__ is original:
             return strategy.method_plan(own["_fabric_wrapped"], value, name in own["_fabric_marked"])
@@ -369,7 +370,10 @@ class _FabricOptimizer:
         inner = self.__dict__.get("_fabric_inner")
         if inner is None:  # while copying or unpickling
             raise AttributeError(name)
-        return getattr(inner, name)
+        try:
+            return getattr(inner, name)
+        except AttributeError as error:
+            raise missing_attribute("optimizer", inner, name, error)  # noqa: B904
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Schedulers replace `step` of their instance by one that counts.

@@ -6,12 +6,14 @@ import copy
 import inspect
 import pickle
 import re
+import traceback
 import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
@@ -72,6 +74,69 @@ def test_each_advice_is_about_a_name_that_we_do_not_have():
     for text in advice._ATTRIBUTES:
         for verb in re.findall(r"\bfabric\.(\w+)", text):
             assert hasattr(Fabric, verb), text
+
+
+WRAPPED = {
+    ("model", "no_sync"): "Write `with fabric.no_backward_sync(model, enabled=not last):`",
+    ("model", "clip_grad_norm_"): "Write fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+    ("model", "save_checkpoint"): "Write fabric.save(path, {",
+    ("model", "summon_full_params"): "Write `with fabric.whole(model) as plain:`.",
+    ("optimizer", "backward"): "Write fabric.backward(loss).",
+    ("optimizer", "synchronize"): "Delete the call: the backward averages the gradients.",
+    ("loader", "total_batch_size"): "Write loader.batch_size * fabric.world_size.",
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), WRAPPED)
+def test_an_attribute_of_another_wrapper(fabric, kind, name):
+    model, optimizer = fabric.setup(*pair())
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(4, 2))))
+    holder = {"model": model, "optimizer": optimizer, "loader": loader}[kind]
+    with pytest.raises(AttributeError, match=re.escape(WRAPPED[kind, name])) as raised:
+        getattr(holder, name)
+    assert raised.value.name == name
+    assert f"has no attribute {name!r}." in str(raised.value)
+    assert "\n\n" not in "".join(traceback.format_exception(raised.value)), "one error, not a chain"
+    assert not hasattr(holder, name)
+    for other in ("not_there", "_private"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{other}'$"):
+            getattr(holder, other)
+
+
+def test_each_advice_for_wrappers_is_about_a_name_that_they_do_not_have(fabric):
+    model, optimizer = fabric.setup(*pair())
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(4, 2))))
+    for kind, holder in (("model", model), ("optimizer", optimizer), ("loader", loader)):
+        names = " ".join(advice._WRAPPERS[kind].values()).split()
+        assert [name for name in names if hasattr(holder, name)] == []
+        for text in advice._WRAPPERS[kind]:
+            for verb in re.findall(r"\bfabric\.(\w+)", text):
+                assert hasattr(Fabric, verb), text
+
+
+def test_what_a_property_of_the_model_raises_is_not_replaced(fabric):
+    class Model(nn.Linear):
+        @property
+        def no_sync(self):
+            raise AttributeError("of the property") from KeyError("its cause")
+
+    model = fabric.setup(Model(2, 2))
+    with pytest.raises(AttributeError, match=r"no_sync|of the property") as raised:
+        _ = model.no_sync
+    assert "Write" not in str(raised.value)
+
+
+def test_functions_of_the_first_fsdp(fabric):
+    model = fabric.setup(pair()[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            pytest.raises(KeyError) as raised,
+            FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT),
+        ):
+            pass
+    assert "write fabric.save(path, {" in describe(raised.value)
+    assert describe(KeyError(None)) == "KeyError: None"
 
 
 def test_what_a_property_raises_is_not_hidden():

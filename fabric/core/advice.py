@@ -189,11 +189,45 @@ _VERBS = {
         "empty_init=True": "empty include_buffers meta",
     },
 }
+_WRAPPERS = {
+    "model": {
+        "`with fabric.no_backward_sync(model, enabled=not last):` around the backward":
+            "gradient_accumulation_steps is_gradient_accumulation_boundary no_sync "
+            "set_gradient_accumulation_boundary set_requires_gradient_sync",
+        "fabric.clip_gradients(model, optimizer, max_norm=1.0), which returns the norm":
+            "clip_grad_norm clip_grad_norm_ get_global_grad_norm",
+        "fabric.backward(loss)": "backward",
+        "optimizer.step() and optimizer.zero_grad()": "step",
+        'fabric.save(path, {"model": model, "optimizer": optimizer}), on all ranks':
+            "save_16bit_model save_checkpoint",
+        'fabric.load(path, {"model": model, "optimizer": optimizer}), on all ranks': "load_checkpoint",
+        "`with fabric.whole(model) as plain:`": "summon_full_params",
+        'fabric.setup_dataloaders(loader, uneven="drop")': "join",
+    },
+    "optimizer": {
+        "fabric.backward(loss)": "backward",
+        'fabric.save(path, {"optimizer": optimizer}), on all ranks': "consolidate_state_dict",
+        "Delete the call: the backward averages the gradients.": "reduce_gradients synchronize",
+        "fabric.clip_gradients(model, optimizer, max_norm=1.0)":
+            "clip_grad_norm clip_grad_norm_ clip_master_grads",
+        'Fabric(precision="16-mixed"), under which fabric.backward and optimizer.step scale the loss':
+            "loss_scale scale_loss",
+    },
+    "loader": {
+        "loader.batch_size * fabric.world_size": "total_batch_size",
+        "your own counter, or loader.batches_done": "end_of_dataloader",
+    },
+}
 # fmt: on
 _TORCH = {
     "initialize the default process group twice": "fabric.launch() has made it: delete the call",
     "Default process group has not been initialized": "call fabric.launch() before it",
 }
+_TORCH_FILES = {
+    "/fully_sharded_data_parallel.py": "this function is for torch's first FSDP, which Fabric does not use: "
+    'write fabric.save(path, {"model": model}, format="full"), model.state_dict() or fabric.whole(model)',
+}
+"""Advice for errors that any function of a file of torch raised."""
 
 
 def attribute_error(owner: Any, name: str) -> AttributeError:
@@ -373,9 +407,26 @@ def backward_text(args: tuple[Any, ...], given: dict[str, Any]) -> str | None:
     )
 
 
-def torch_advice(text: str) -> str:
-    """Return what to write where torch raised an error with this text that a use of Fabric causes; or ""."""
-    return next((f" ({advice})" for pattern, advice in _TORCH.items() if re.search(pattern, text)), "")
+def torch_advice(text: str, file: str) -> str:
+    """Return what to write where torch raised an error that a use of Fabric causes; or "".
+
+    Args:
+        text: The error's text.
+        file: The file that raised it.
+    """
+    found = [advice for pattern, advice in _TORCH.items() if re.search(pattern, text)]
+    found += [advice for end, advice in _TORCH_FILES.items() if file.endswith(end)]
+    return f" ({found[0]})" if found else ""
+
+
+def wrapper_error(kind: str, name: str, error: AttributeError) -> AttributeError:
+    """Return the error for an attribute that wrappers of other libraries have; `error` without advice."""
+    advice = _advice(_WRAPPERS[kind], name)
+    if advice is None:
+        return error
+    advised = AttributeError(f"{error}.{_sentence(advice)}", name=name, obj=error.obj)
+    advised.__suppress_context__ = True
+    return advised
 
 
 def _sentence(advice: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.messages import missing_attribute
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -340,7 +341,11 @@ class _FabricDataLoader(Loader):
     def __getattr__(self, name: str) -> Any:
         if name in ("_dataloader", "_user_loader"):  # while copying or unpickling
             raise AttributeError(name)
-        attribute = getattr(self._user_loader if name in _USER_ATTRIBUTES else self._dataloader, name)
+        holder = self._user_loader if name in _USER_ATTRIBUTES else self._dataloader
+        try:
+            attribute = getattr(holder, name)
+        except AttributeError as error:
+            raise missing_attribute("loader", holder, name, error)  # noqa: B904
         if name not in ("sampler", "batch_sampler") or attribute is None:
             return attribute
         from fabric.data.proxies import SamplerProxy

@@ -82,10 +82,9 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     if worker := _LOADER_WORKER.match(lines[0]):  # torch quotes the traceback of a loader's worker
         text, location = lines[-1], f", in {worker[1]}"
         frames += [(file, int(number)) for file, number in _QUOTED.findall(message)]
-    if isinstance(error, ValueError | RuntimeError):
-        from fabric.core.advice import torch_advice
+    from fabric.core.advice import torch_advice
 
-        text += torch_advice(text)
+    text += torch_advice(text, frames[-1][0] if frames else "")
     user_frames = [frame for frame in frames if is_user_code(frame[0])]
     text = f"{text} ({format_line(*user_frames[-1])}{location})" if user_frames else f"{text}{location}"
     rank = getattr(error, "fabric_raised_by", None)
