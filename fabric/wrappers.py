@@ -18,10 +18,10 @@ import torch
 from torch.nn import Module
 
 from fabric.core._torch import MODULE_TABLES
+from fabric.core.arguments import missing_attribute
 from fabric.core.compile import is_compiled
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
-from fabric.core.messages import missing_attribute
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.init import NeedsJob, name_of, names_of_owners

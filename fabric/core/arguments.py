@@ -1,5 +1,5 @@
 """Decorators of the methods of `Fabric` that explain wrong arguments; checks of flags, paths, groups, limits
-and numbers of items, before any change.
+and numbers of items, before any change; errors of attributes that set-up objects lack.
 """
 
 from __future__ import annotations
@@ -241,3 +241,19 @@ def item_count(value: Any, verb: str) -> int | float:
             f"than 2**63. Count the items of all micro-batches of the step on this rank."
         )
     return count
+
+
+def missing_attribute(kind: str, holder: Any, name: str, error: AttributeError) -> AttributeError:
+    """Return the error to raise for an attribute that a set-up object lacks.
+
+    Args:
+        kind: "model", "optimizer" or "loader".
+        holder: The user's object.
+        name: The attribute.
+        error: What `holder` raised. It is returned if there is no advice for this name.
+    """
+    if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
+        return error
+    from fabric.core.advice import wrapper_error
+
+    return wrapper_error(kind, name, error)

@@ -56,19 +56,3 @@ def by_value(values: Mapping[int, Any]) -> str:
     for rank, value in values.items():
         groups.setdefault(str(value), []).append(rank)
     return " | ".join([f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items()])
-
-
-def missing_attribute(kind: str, holder: Any, name: str, error: AttributeError) -> AttributeError:
-    """Return the error to raise for an attribute that a set-up object lacks.
-
-    Args:
-        kind: "model", "optimizer" or "loader".
-        holder: The user's object.
-        name: The attribute.
-        error: What `holder` raised. It is returned if there is no advice for this name.
-    """
-    if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
-        return error
-    from fabric.core.advice import wrapper_error
-
-    return wrapper_error(kind, name, error)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.arguments import missing_attribute
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.core.messages import missing_attribute
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
