@@ -136,6 +136,7 @@ class SetupVerbs(RankFacts):
         if not self._launched:
             self._require_launch("setup()")
         self._models += 1
+        self._epochs_of_data()  # before trials of `find_batch_size`, which restore the epochs that there are
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module, original = check_module(module, "fabric.setup", self._strategy)
@@ -403,6 +404,10 @@ class SetupVerbs(RankFacts):
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(forward_module, self._strategy, inner), optimizers, scheduler
 
+    def _epochs_of_data(self) -> BegunEpochs:
+        self._begun_epochs = self._begun_epochs or BegunEpochs(lambda: self._models)
+        return self._begun_epochs
+
     def _wrap_loader(
         self,
         given: DataLoader[Any],
@@ -414,10 +419,10 @@ class SetupVerbs(RankFacts):
         from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader
 
-        self._begun_epochs = self._begun_epochs or BegunEpochs(lambda: self._models)
+        begun_epochs = self._epochs_of_data()
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         # One order on all ranks, even if their seeds differ, or one of them has looked at a batch.
-        seed, epoch = self._strategy.broadcast((seed, self._begun_epochs.next_of(given)))
+        seed, epoch = self._strategy.broadcast((seed, begun_epochs.next_of(given)))
         replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         share = Shard(replica["rank"], replica["num_replicas"]) if shard else Shard(self._data_rank, 1)
         topology = self._strategy.topology
@@ -443,6 +448,6 @@ class SetupVerbs(RankFacts):
             rank_group=rank_group,
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
             chose_uneven=uneven is not None,
-            begun=self._begun_epochs,
+            begun=begun_epochs,
             epoch=epoch,
         )

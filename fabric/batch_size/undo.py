@@ -13,14 +13,16 @@ from weakref import ProxyTypes
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
+from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
-from fabric.launch.garbage import gc_disabled
+from fabric.data.order import epoch_of, set_epoch_of
+from fabric.launch import garbage
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ _COUNTING = tuple(f"fabric.{name}." for name in ("data", "loss_check", "precisio
 """Modules with objects that count steps and backwards, and check ranks in some of them."""
 
 
-_frozen: list[Any] = []
-"""Objects of `gc.freeze()`, which must not be collected."""
+_inherited: list[Any] = []
+"""Objects of the process that forked this one, which must not be collected."""
 
 
 class StepUndo:
@@ -54,6 +56,7 @@ class StepUndo:
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._parameters: dict[int, tuple[Any, Any, bool]] = {}
         self._positions: list[tuple[Any, Any]] = []
+        self._epochs: list[tuple[Any, int | None]] = []
         self._counters: list[tuple[Any, dict[str, int]]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._scale = copy.deepcopy(strategy.precision.state_dict())
@@ -72,6 +75,8 @@ class StepUndo:
                 self._keep([vars(live)])
             elif issubclass(kind, _FabricDataLoader):
                 self._keep_loader(live)
+            elif kind is BegunEpochs:
+                self._tables.append((vars(live), dict(vars(live))))
             elif str(kind.__module__).startswith(_COUNTING) and hasattr(live, "__dict__"):
                 # After an error on this rank only, its numbers differ from those of other ranks.
                 numbers = {name: value for name, value in vars(live).items() if type(value) in (int, bool)}
@@ -84,22 +89,26 @@ class StepUndo:
                 self._keep([{"grad": p.grad}])
 
     def _keep_optimizer(self, optimizer: Any) -> None:
-        self._keep([vars(optimizer)])
-        groups, state = getattr(optimizer, "param_groups", None), getattr(optimizer, "state", None)
+        own = vars(optimizer)
+        self._keep([own])
+        # Neither is there after a failed constructor, and both may be properties of another optimizer's.
+        groups, state = own.get("param_groups") or [], own.get("state")
         tables = [state, *state.values()] if isinstance(state, dict) else []
-        self._keep([table for table in tables if isinstance(table, dict)])
-        if groups:  # not in one whose constructor has failed
-            self._keep([*groups, dict(enumerate(parameters_of(optimizer)))])
-            self._keep_gradients(parameters_of(optimizer))
+        parameters = [p for group in groups for p in group["params"]]
+        self._keep(
+            [*[table for table in tables if isinstance(table, dict)], *groups, dict(enumerate(parameters))]
+        )
+        self._keep_gradients(parameters)
 
     def _keep_loader(self, loader: Any) -> None:
         self._keep([vars(loader)])
         adapter = loader._adapter
         sampler = getattr(adapter, "sampler", None)
-        # The digest of the order, which a resume compares, and the epoch.
-        for part in (adapter, sampler, getattr(sampler, "order", None)):
+        # The digest of the order, which a resume compares, the epoch, and workers that persist.
+        for part in (adapter, sampler, getattr(sampler, "order", None), loader._dataloader):
             if hasattr(part, "__dict__"):
                 self._tables.append((vars(part), dict(vars(part))))
+        self._epochs += [(part, epoch_of(part)) for part in adapter.epoch_parts()]
         if (iteration := vars(loader).get("_iteration")) is not None:
             self._positions.append((iteration, iteration.position))
         drawn = [loader._user_loader.generator, *getattr(adapter, "generators", ())]
@@ -127,6 +136,9 @@ class StepUndo:
         moved = any([iteration.position != position for iteration, position in self._positions])
         for module in self._strategy.modules:
             module.zero_grad()
+        for part, epoch in self._epochs:  # of the user's samplers and datasets
+            if epoch is not None:
+                set_epoch_of(part, epoch)
         for table, saved in self._tables:
             table.clear()
             table.update(saved)
@@ -157,7 +169,9 @@ class StepUndo:
             self._lists += [(value, [*value]) for value in table.values() if type(value) is list]
             held = [value for value in table.values() if type(value) not in ProxyTypes]  # which may be dead
             for value in flatten(held)[0]:
-                if isinstance(value, torch.Tensor) and not value.is_meta and id(value) not in self._values:
+                if isinstance(value, torch.Tensor) and not (
+                    value.is_meta or is_lazy(value) or id(value) in self._values
+                ):
                     local = value.to_local() if hasattr(value, "to_local") else value
                     if _is_freed(local):
                         continue  # its memory was freed, as that of FSDP's gathered parameters
@@ -166,15 +180,16 @@ class StepUndo:
 
 def _live_objects() -> list[Any]:
     """Return the objects of the garbage collector, with those of `gc.freeze()`, which it does not list."""
-    if not gc.get_freeze_count():
+    if not garbage.was_forked:
+        gc.unfreeze()
         return gc.get_objects()
     # A forked process must not collect inherited objects (`launch/garbage.py`). Freezing again would keep
     # all that is alive now, such as models that are deleted later.
-    with gc_disabled():
+    with garbage.gc_disabled():
         others = {id(one) for one in gc.get_objects()}
         gc.unfreeze()
         found = gc.get_objects()
-        _frozen.extend([one for one in found if id(one) not in others])
+        _inherited.extend([one for one in found if id(one) not in others])
     atexit.register(gc.freeze)  # Python's last collection
     return found
 

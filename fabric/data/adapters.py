@@ -105,7 +105,7 @@ class LoaderAdapter:
         """
         pairs = zip(self._epochs(), self._last_epochs, strict=True)
         epoch = next((now for now, old in pairs if now is not None and now != old), loader_epoch)
-        for part in self._epoch_parts():
+        for part in self.epoch_parts():
             set_epoch_of(part, epoch)
         self._last_epochs = self._epochs()
         return epoch
@@ -114,13 +114,14 @@ class LoaderAdapter:
         """Decide before the first batch whether Fabric shards the samples; return whether to start again."""
         return False
 
-    def _epoch_parts(self) -> list[Any]:
+    def epoch_parts(self) -> list[Any]:
+        """Return the objects whose `set_epoch` each iteration calls."""
         batches = getattr(self.loader, "batch_sampler", None)
         order = getattr(self.loader, "sampler", None) if batches is None else batches
         return [order, getattr(self.loader, "dataset", None)]
 
     def _epochs(self) -> list[int | None]:
-        return [epoch_of(part) for part in self._epoch_parts()]
+        return [epoch_of(part) for part in self.epoch_parts()]
 
     def consistency_key(self) -> dict[str, Any] | None:
         """Return the values that ranks compare before the second batch of an iteration; None: no check."""
@@ -229,7 +230,8 @@ class IndexSource(SeededLoaderAdapter):
         self.per_rank = not self.is_sharded
         self.kind = "batches" if not self.is_sharded else "samples" if sampler.rule.batch else "whole batches"
 
-    def _epoch_parts(self) -> list[Any]:
+    def epoch_parts(self) -> list[Any]:
+        """Return the user's order and dataset."""
         return [self.sampler.order.sampler, self.loader.dataset]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:

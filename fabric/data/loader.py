@@ -127,6 +127,8 @@ class _FabricDataLoader(Loader):
         """The iteration that yielded the last batch, or began since; None: it has ended."""
         self._num_begun = 0
         """Number of iterations that have begun; the adapter has the order of the last one."""
+        self._was_set = False
+        """Whether `set_epoch` or `load_state_dict` was called since the last one began."""
         self._was_asked = False
         """Whether `state_dict` was called since the last one began."""
         self._saved: dict[str, Any] | None = None
@@ -145,7 +147,7 @@ class _FabricDataLoader(Loader):
         """
         if self._saved is not None and epoch != self._epoch:
             self._saved = None
-        self._epoch, self._iteration = epoch, None
+        self._epoch, self._iteration, self._was_set = epoch, None, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop: samples that it has received, without those prefetched by workers.
@@ -202,7 +204,7 @@ class _FabricDataLoader(Loader):
                     f"{len(ranks)} ranks, or let Fabric shard the data (defaults of setup_dataloaders)."
                 )
             state = ranks[rank]
-        self._epoch, self._saved, self._iteration = epoch, state, None
+        self._epoch, self._saved, self._iteration, self._was_set = epoch, state, None, True
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of one epoch. Every iteration, even one left early, is the next epoch, from 0."""
@@ -219,7 +221,7 @@ class _FabricDataLoader(Loader):
                 self._begun.record(self._user_loader, epoch)
         adapter.begin(epoch, saved)
         self._saved, self._iteration = None, iteration
-        self._num_begun, self._was_asked = iteration.number, False
+        self._num_begun, self._was_asked, self._was_set = iteration.number, False, False
         self._epoch += 1
         begin = time.perf_counter()
         batches = self._start_iterator()
@@ -291,12 +293,11 @@ class _FabricDataLoader(Loader):
                 close()
 
     def _continue(self, iteration: _Iteration) -> None:
-        """Record that an iteration yields again after another one did, or after `set_epoch`."""
-        is_last = iteration.number == self._num_begun
-        if is_last and self._iteration is None:  # `set_epoch` was called
+        """Record that an iteration yields again after another one did, if the next position was not set."""
+        if self._was_set:
             return
         self._iteration = iteration
-        if not is_last and self._was_asked:
+        if self._was_asked and iteration.number != self._num_begun:
             self._was_asked = False
             rank_zero_warn(
                 "loader.state_dict() or fabric.save has returned the position of another iteration than the "

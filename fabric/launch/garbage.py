@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _was_enabled = True
+was_forked = False
+"""Whether this process has objects of the process that forked it."""
 
 
 @contextmanager
@@ -41,6 +43,8 @@ def forking() -> Iterator[None]:
 
 def after_fork() -> None:
     """Enable the collector in the new process, for objects created in it only."""
+    global was_forked
+    was_forked = True
     gc.freeze()
     if _was_enabled:
         gc.enable()

@@ -212,9 +212,10 @@ def parent_rank() -> tuple[str, bool]:
         marked = dict(json.loads(text))
     except (TypeError, ValueError):  # of another version of Fabric
         marked = {}
-    ports = {environ.get("MASTER_PORT") for environ in (os.environ, marked)}
-    if len(ports) == 1 and os.environ.get("WORLD_SIZE") == "1":
-        return process, False  # an evaluation, for instance
+    size, ranks_here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    has_own_port = os.environ.get("MASTER_PORT") != marked.get("MASTER_PORT")
+    if size is None or (size == "1" and (not has_own_port or ranks_here != "1")):
+        return process, False  # alone: an evaluation, for instance
     # Fabric sets others later, in `launch`, but the port only in processes that it starts.
     has_new_port = "MASTER_PORT" in os.environ and "MASTER_PORT" not in marked
     changed = [os.environ.get(name, value) != value for name, value in marked.items()]

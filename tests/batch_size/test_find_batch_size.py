@@ -5,12 +5,15 @@ tests/pretend/test_batch_size_device.py has those of a device with a limit.
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
@@ -22,6 +25,8 @@ from fabric.core.errors import (
     ConfigurationError,
     UsageError,
 )
+from fabric.core.tree import flatten
+from fabric.launch import garbage
 
 
 def on(device, monkeypatch):
@@ -299,7 +304,7 @@ def interrupted_step(frozen):
         raise torch.OutOfMemoryError("out of memory")
 
     if frozen:
-        gc.freeze()
+        garbage.after_fork()
     undo, before, value = StepUndo(fabric.strategy), loader.state_dict(), second.item()
     try:
         for _ in range(2):
@@ -310,7 +315,7 @@ def interrupted_step(frozen):
         yield second.item() == value, loader.state_dict() == before
     finally:
         gc.unfreeze()
-        undo_module._frozen.clear()
+        undo_module._inherited.clear()
         begun.close()
         fabric.strategy.teardown()
 
@@ -323,7 +328,7 @@ def test_what_steps_change_before_an_error_is_restored(ranks):
     state = (0.5, [True, True], None, 0)
     for frozen in (False, True):
         (found,) = ranks.run(interrupted_steps, frozen, world_size=1)
-        assert found == [state, state, (True, True)], f"gc.freeze: {frozen}"
+        assert found == [state, state, (True, True)], f"forked: {frozen}"
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -381,7 +386,7 @@ def collected_later():
     fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
     fabric.launch()
     frozen = Cycle()
-    gc.freeze()  # as a forked rank does
+    garbage.after_fork()  # as in a forked rank
     own = Cycle()
     kept, dropped = weakref.ref(frozen), weakref.ref(own)
     try:
@@ -390,10 +395,107 @@ def collected_later():
         gc.collect()
         return kept() is not None, dropped() is None
     finally:
-        undo_module._frozen.clear()
+        undo_module._inherited.clear()
         gc.collect()
         fabric.strategy.teardown()
 
 
-def test_frozen_objects_stay_and_others_are_collected(ranks):
+def test_inherited_objects_stay_and_others_are_collected(ranks):
     assert ranks.run(collected_later, world_size=1) == [(True, True)]
+
+
+OWN_FREEZE = """
+import gc, weakref
+from torch import nn
+from fabric import Fabric
+from fabric.batch_size.undo import StepUndo
+
+fabric = Fabric(accelerator="cpu", devices=1)
+model = nn.Linear(2, 2)
+found = weakref.ref(model.weight)
+gc.freeze()
+StepUndo(fabric.strategy)
+del model
+assert found() is None
+"""
+
+
+def test_what_the_user_froze_is_freed_later():
+    subprocess.run([sys.executable, "-c", OWN_FREEZE], check=True, timeout=120)
+
+
+class Late(torch.optim.Optimizer):
+    """An optimizer whose groups are there later."""
+
+    def __init__(self):
+        pass
+
+    param_groups = property(lambda self: self.__dict__["inner"].param_groups)
+
+
+def unusual_objects():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    late, lazy = Late(), nn.LazyLinear(3)
+    try:
+        with StepUndo(fabric.strategy):
+            pass
+        return vars(late), is_lazy(lazy.weight)
+    finally:
+        fabric.strategy.teardown()
+
+
+def test_objects_that_are_not_ready_are_left_alone(ranks):
+    assert ranks.run(unusual_objects, world_size=1) == [({}, True)]
+
+
+class Numbered(TensorDataset):
+    """A dataset whose epoch changes its values."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return 100 * self.epoch + index
+
+
+def loader_of(fabric, kind):
+    """A loader whose first epoch depends on what trials leave; None: the loop makes a loader in each step."""
+    data, own = (TensorDataset if kind == "new loaders" else Numbered)(torch.arange(8)), {}
+    if kind == "sampler":
+        own = {"sampler": torch.utils.data.DistributedSampler(range(8), 1, 0)}
+    if kind == "workers":
+        own = {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        own |= {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+
+    def make(**more):
+        return fabric.setup_dataloaders(
+            DataLoader(data, batch_size=2, **own, **more), use_distributed_sampler=kind != "sampler"
+        )
+
+    return (lambda: make(shuffle=True)) if kind == "new loaders" else (lambda loader: lambda: loader)(make())
+
+
+def epochs_after(kind, num_trials):
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    fabric.setup_module(nn.Linear(1, 1))
+    loader = loader_of(fabric, kind)
+    undo = StepUndo(fabric.strategy)
+    try:
+        for _ in range(num_trials):
+            with undo:
+                for _ in range(2):
+                    next(iter(loader()))
+        return [torch.cat(flatten([*loader()])[0]).tolist() for _ in range(2)]
+    finally:
+        fabric.strategy.teardown()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "sampler", "workers", "new loaders"])
+def test_epochs_are_those_without_trials(ranks, kind):
+    (plain,), (tried,) = [ranks.run(epochs_after, kind, num, world_size=1) for num in (0, 2)]
+    assert tried == plain
+    assert plain[0] != plain[1]

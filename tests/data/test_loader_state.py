@@ -445,9 +445,22 @@ def test_set_epoch_inside_of_a_loop_holds(fabric):
     loader.set_epoch(9)
     next(batches)
     assert position(loader) == (9, 0)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            list(loader)
+            loader.set_epoch(7)
+        if number >= 1:
+            assert position(loader) == (7, 0), "also after another iteration"
+    state = loader.state_dict()
+    for number, _ in enumerate(loader):
+        if number == 1:
+            loader.load_state_dict(state)
+        if number >= 1:
+            assert position(loader) == (7, 0), "as loaded"
 
 
 def test_an_iteration_that_has_ended_is_not_kept(fabric):
+    gc.collect()  # those of other tests
     before = len(sharded_iterations)
     loader = ready(fabric)
     list(loader)

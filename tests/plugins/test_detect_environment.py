@@ -247,11 +247,29 @@ def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, process, marked, 
     assert ("a rank (process 1) started this process" in found.reason) == (process == "1")
 
 
-@pytest.mark.parametrize("changed", [{"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "8"},
+        {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": None},
+        {"WORLD_SIZE": None, "RANK": "0", "LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "0"},
+    ],
+)
 def test_a_process_that_a_rank_starts_alone_or_on_another_device_is_no_rank(monkeypatch, changed):
     marked = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**RANK, **marked, "LOCAL_WORLD_SIZE": "2", **changed}.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     monkeypatch.setenv("FABRIC_JOINED", f"1:{json.dumps(marked)}")
     assert not find_environment().environment.creates_processes_externally
     assert "RANK" not in os.environ
+
+
+def test_torchrun_with_one_rank_inside_of_a_rank_starts_a_rank(monkeypatch):
+    marked = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "none"}
+    own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "8"}
+    for name, value in {**TORCHRUN, **own}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FABRIC_JOINED", f"1:{json.dumps(marked)}")
+    assert type(find_environment().environment) is TorchElasticEnvironment
