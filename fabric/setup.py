@@ -409,12 +409,7 @@ class SetupVerbs(RankFacts):
         return self._begun_epochs
 
     def _wrap_loader(
-        self,
-        given: DataLoader[Any],
-        shard: bool,
-        move_to_device: bool,
-        uneven: str | None,
-        iterable: bool | None,
+        self, given: Any, shard: bool, move_to_device: bool, uneven: str | None, iterable: bool | None
     ) -> _FabricDataLoader:
         from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from fabric.core._torch import MODULE_TABLES
-from fabric.core.arguments import missing_attribute
+from fabric.core.arguments import attribute_of
 from fabric.core.compile import is_compiled
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
@@ -205,10 +205,10 @@ class _FabricModule(Module):
         if added is not None:
             return strategy.method_plan(own["_fabric_wrapped"], added, False)
         try:
-            value = getattr(original, name)
-        except AttributeError as error:
+            value = attribute_of("model", original, name)
+        except AttributeError:
             if name not in _TENSOR_PROPERTIES or hasattr(type(original), name):
-                raise missing_attribute("model", original, name, error)  # noqa: B904
+                raise
             return _TENSOR_PROPERTIES[name](original, strategy)
         if not plain and isinstance(value, MethodType) and value.__self__ is original:
             return strategy.method_plan(own["_fabric_wrapped"], value, name in own["_fabric_marked"])
@@ -370,10 +370,7 @@ class _FabricOptimizer:
         inner = self.__dict__.get("_fabric_inner")
         if inner is None:  # while copying or unpickling
             raise AttributeError(name)
-        try:
-            return getattr(inner, name)
-        except AttributeError as error:
-            raise missing_attribute("optimizer", inner, name, error)  # noqa: B904
+        return attribute_of("optimizer", inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Schedulers replace `step` of their instance by one that counts.

@@ -243,17 +243,22 @@ def item_count(value: Any, verb: str) -> int | float:
     return count
 
 
-def missing_attribute(kind: str, holder: Any, name: str, error: AttributeError) -> AttributeError:
-    """Return the error to raise for an attribute that a set-up object lacks.
+def attribute_of(kind: str, holder: Any, name: str) -> Any:
+    """Return an attribute of the user's object that was set up.
 
     Args:
         kind: "model", "optimizer" or "loader".
-        holder: The user's object.
+        holder: The object.
         name: The attribute.
-        error: What `holder` raised. It is returned if there is no advice for this name.
-    """
-    if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
-        return error
-    from fabric.core.advice import wrapper_error
 
-    return wrapper_error(kind, name, error)
+    Raises:
+        AttributeError: There is none. The text has advice for names of other libraries' wrappers.
+    """
+    try:
+        return getattr(holder, name)
+    except AttributeError as error:
+        if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
+            raise
+        from fabric.core.advice import wrapper_error
+
+        raise wrapper_error(kind, name, error)  # noqa: B904 - it may be the same error, with its cause

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.arguments import missing_attribute
+from fabric.core.arguments import attribute_of
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -343,10 +343,7 @@ class _FabricDataLoader(Loader):
         if name in ("_dataloader", "_user_loader"):  # while copying or unpickling
             raise AttributeError(name)
         holder = self._user_loader if name in _USER_ATTRIBUTES else self._dataloader
-        try:
-            attribute = getattr(holder, name)
-        except AttributeError as error:
-            raise missing_attribute("loader", holder, name, error)  # noqa: B904
+        attribute = attribute_of("loader", holder, name)
         if name not in ("sampler", "batch_sampler") or attribute is None:
             return attribute
         from fabric.data.proxies import SamplerProxy

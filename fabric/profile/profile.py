@@ -10,6 +10,7 @@ import json
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -17,6 +18,8 @@ from unittest import mock
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from fabric.collectives.channel import Channel
+from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.compile import uncompiled
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.data.loader import _FabricDataLoader
@@ -37,7 +40,7 @@ PHASES = {
     "data": ("fabric.data", "enumerate(DataLoader)#"),
     "forward": ("fabric.forward", "Torch-Compiled Region"),
     "backward": ("fabric.backward",),
-    "communication": ("gloo:", "nccl:", "ncclDevKernel", "mpi:", "ucc:", "xccl:"),
+    "communication": ("fabric.wait", "gloo:", "nccl:", "ncclDevKernel", "mpi:", "ucc:", "xccl:"),
     "step": ("fabric.step", "Optimizer.step#"),
 }
 _STEP = "ProfilerStep#"
@@ -84,8 +87,10 @@ def profiled(
             plan = schedule(**window, repeat=1)
             settings.setdefault("acc_events", True)  # else torch 2.11 warns that events are lost
             with (
-                recording_phases(fabric),
-                profile(schedule=plan, on_trace_ready=_trace_writer(file, times), **settings) as profiler,
+                recording_phases(),
+                profile(
+                    schedule=plan, on_trace_ready=_trace_writer(file, times, window), **settings
+                ) as profiler,
             ):
                 yield Profile(profiler)
         else:
@@ -127,24 +132,30 @@ def _check_window(window: dict[str, Any], ranks: Any, world: int) -> None:
         )
 
 
-def _trace_writer(file: Path, times: dict[str, float]) -> Callable[[profile], None]:
+def _trace_writer(file: Path, times: dict[str, float], window: dict[str, int]) -> Callable[[profile], None]:
     """Return the callback for the end of the window: it writes the trace and computes times of phases."""
 
     def write(profiler: profile) -> None:
+        # A loop that ended inside the window has begun one more step. Without `step()` all is one step.
+        ended = profiler.step_num - window["wait"] - window["warmup"] if profiler.step_num else 1
         profiler.export_chrome_trace(str(file))
-        times.update(times_of(json.loads(file.read_text())["traceEvents"]))
+        times.update(times_of(json.loads(file.read_text())["traceEvents"], ended))
+        if not times:
+            file.unlink()
 
     return write
 
 
 @contextmanager
-def recording_phases(fabric: Any) -> Iterator[None]:
-    """Context in which models, optimizers and loaders of this process, and `fabric`, record trace events."""
+def recording_phases() -> Iterator[None]:
+    """Context in which models, optimizers, loaders, backwards and waits record trace events."""
+    listener = _BackwardListener()  # referenced weakly
+    add_backward_listener(listener)
     with ExitStack() as patches:
         for owner, name, label in (
             (_FabricModule, "__call__", "forward"),
             (_FabricOptimizer, "step", "step"),
-            (fabric, "backward", "backward"),
+            (Channel, "check_call", "wait"),  # a rank that is early waits here, before the collective
         ):
             marker = _recording(getattr(owner, name), f"fabric.{label}")
             patches.enter_context(mock.patch.object(owner, name, marker))
@@ -155,6 +166,18 @@ def recording_phases(fabric: Any) -> Iterator[None]:
         wrapper = _recording_data_loading(_FabricDataLoader.__iter__)
         patches.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", wrapper))
         yield
+
+
+class _BackwardListener:
+    """Records the backwards of this process, plain `loss.backward()` among them."""
+
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Run an outermost backward pass."""
+        with record_function("fabric.backward"):
+            run(tensors, *args, **kwargs)
+
+    def after_nested_pass(self) -> None:
+        """Do nothing: the outermost pass is recorded."""
 
 
 def _recording(call: Callable[..., Any], label: str) -> Callable[..., Any]:
@@ -205,17 +228,22 @@ def _recording_data_loading(begin: Callable[..., Iterator[Any]]) -> Callable[...
     return wrapper
 
 
-def times_of(events: list[dict[str, Any]]) -> dict[str, float]:
+def times_of(events: list[dict[str, Any]], num_steps: int) -> dict[str, float]:
     """Return milliseconds per step of each phase of a trace, and the number of steps; empty: no steps.
 
-    Overlapping events of one phase count once.
+    Overlapping events of one phase count once. Only the first `num_steps` steps count; the loop did not end
+    the one after them.
     """
     rows = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
-    steps = [(begin, end) for name, begin, end in rows if name.startswith(_STEP)]
+    begun = sorted([(begin, end) for name, begin, end in rows if name.startswith(_STEP)])
+    steps = begun[:num_steps]
     if not steps:
         return {}
+    last = steps[-1][1] if len(steps) < len(begun) else inf  # kernels of a device may end after the step
     spans = {
-        phase: [(begin, end) for name, begin, end in rows if name.startswith(prefixes)]
+        phase: [
+            (begin, min(end, last)) for name, begin, end in rows if name.startswith(prefixes) and begin < last
+        ]
         for phase, prefixes in PHASES.items()
     }
     times = {phase: _covered(phase_spans) for phase, phase_spans in spans.items()}

@@ -257,8 +257,61 @@ def test_time_counts_once_and_waiting_is_not_being_busy():
         row("aten::add", 0, 1000),
     ]
     phases = {"data": 0.005, "forward": 0.01, "backward": 0.0, "communication": 0.05, "step": 0.0}
-    assert times_of(events) == {"steps": 2, **phases, "whole step": 0.1, "without communication": 0.075}
-    assert times_of(events[3:]) == {}
+    assert times_of(events, 3) == {"steps": 2, **phases, "whole step": 0.1, "without communication": 0.075}
+    assert times_of(events[3:], 3) == times_of(events, 0) == {}
+
+
+def test_a_step_that_the_loop_has_not_ended_does_not_count():
+    events = [
+        row("ProfilerStep#3", 100, 200),
+        row("ProfilerStep#2", 0, 100),
+        row("fabric.forward", 10, 30),
+        row("fabric.forward", 110, 180),
+        row("gloo:all_reduce", 90, 120),
+    ]
+    found = times_of(events, 1)
+    assert (found["steps"], found["forward"], found["communication"]) == (1, 0.02, 0.01)
+    assert (found["whole step"], found["without communication"]) == (0.1, 0.09)
+
+
+def short_loops(folder):
+    parts = ready()
+    told = [a_profile(folder / str(steps), parts, steps, wait=1, warmup=1)[0] for steps in (3, 4, 5)]
+    return [text.partition(": ")[2].partition(" of")[0] for text in told]
+
+
+def test_a_loop_that_ends_in_the_window(ranks, tmp_path):
+    assert ranks.run(short_loops, tmp_path, world_size=2)[0] == ["1 steps", "2 steps", "3 steps"]
+
+
+def waiting(folder, strategy):
+    """The second rank is late for an operation of all ranks; its own backward is plain torch's."""
+    fabric, model, optimizer, loader = ready(strategy)
+    with contextlib.redirect_stdout(io.StringIO()) as told, fabric.profile(folder, wait=0) as prof:
+        for number, batch in enumerate(loader):
+            loss = model(batch).square().mean()
+            loss.register_hook(lambda _: time.sleep(0.05))
+            loss.backward()
+            if fabric.global_rank == 1:
+                time.sleep(0.2)
+            fabric.all_reduce(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            prof.step()
+            if number == 3:
+                break
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_wait_for_a_late_rank_is_communication(ranks, tmp_path, strategy):
+    told, _ = ranks.run(waiting, tmp_path, strategy, world_size=2)
+    lines = told.splitlines()
+    rows = {line[:22].strip(): line[22:].split() for line in lines[2:-1]}
+    assert rows["communication"][2] == "0"
+    assert float(rows["communication"][1]) >= 150, "milliseconds"
+    assert float(rows["backward"][1]) >= 50, "of loss.backward()"
+    assert lines[-1] == "The others wait for rank 1."
 
 
 def test_the_table():
