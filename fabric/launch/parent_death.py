@@ -19,6 +19,8 @@ import time
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fabric.core.source import user_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
@@ -61,7 +63,7 @@ def report_to_supervisor() -> None:
         os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
         link: connection.Connection[Any, Any] = connection.Connection(descriptor, readable=False)
         report_exceptions(link)
-        report_exits(lambda status: send_exit(link, status))
+        report_exits(lambda _, status: send_exit(link, status))
         _link = link
 
 
@@ -145,20 +147,31 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
     sys.excepthook = report
 
 
+exit_listeners: list[Callable[[ReportedExit, Any], object]] = []
+"""Called with the exception of `sys.exit` that ends this process, and its status, in this order."""
+
+
 class ReportedExit(SystemExit):
-    """The exception of `sys.exit` in a rank: `report_status` receives the status that ends the process.
+    """The exception of `sys.exit`: listeners receive the status that ends the process.
 
     Python has no other way to get it before the process has ended.
+
+    Args:
+        status: The argument of `sys.exit`.
+        is_secondary: Whether the failure of another rank is the cause.
     """
 
-    def __init__(self, status: Any, report_status: Callable[[Any], object]) -> None:
+    def __init__(self, status: Any, *, is_secondary: bool = False) -> None:
         super().__init__(*() if status is None else (status,))
-        self._report_status = report_status
+        self.is_secondary = is_secondary
+        self.place = user_line()
+        """The user's line; there is no traceback any more when the status is read."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "code" and sys._getframe().f_back is None:  # the interpreter reads it, at exit
-            self._report_status(value)
+            for listener in [*exit_listeners]:
+                listener(self, value)
             if isinstance(value, int):
                 from fabric.launch.rank_exit import exit_reason
 
@@ -166,17 +179,16 @@ class ReportedExit(SystemExit):
         return value
 
 
-def report_exits(report_status: Callable[[Any], object]) -> None:
-    """Call `report_status` with the status by which `sys.exit` ends this process from its main thread."""
+def report_exits(listener: Callable[[ReportedExit, Any], object]) -> None:
+    """Call `listener` when `sys.exit` ends this process from its main thread, until it is removed from
+    `exit_listeners`.
+    """
+    exit_listeners.append(listener)
     owner = os.getpid()
 
     def exit_and_report(status: Any = None) -> NoReturn:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        raise (
-            ReportedExit(status, report_status)
-            if in_main_thread and os.getpid() == owner
-            else SystemExit(status)
-        )
+        raise (ReportedExit(status) if in_main_thread and os.getpid() == owner else SystemExit(status))
 
     if type(sys.exit) is type(sys.getrefcount):  # the built-in, not patched
         sys.exit = functools.wraps(sys.exit)(exit_and_report)

@@ -67,7 +67,12 @@ def start_other_ranks(
         register_listener(listener, first.main_address, first.main_port)
     link = SupervisorLink(process.pid, control, writer)
     report_exceptions(rank_end)
-    report_exits(lambda status: link.set_exit_code(send_exit(rank_end, status)))
+    report_exits(lambda error, status: link.set_exit_code(_exit_code(rank_end, error, status)))
+
+
+def _exit_code(rank_end: Connection, error: ReportedExit, status: Any) -> int:
+    """Return the exit code of this process, and send its own failure to the supervisor."""
+    return int(status) if error.is_secondary else send_exit(rank_end, status)
 
 
 class SupervisorLink:
@@ -105,7 +110,7 @@ class SupervisorLink:
         # During shutdown Python ignores exceptions of handlers; `_at_exit` sets the exit code then.
         is_running = not (self._is_ending or getattr(threading, "_SHUTTING_DOWN", False))
         if number == signal.SIGCONT and self._failure_code is not None and is_running:
-            raise ReportedExit(self._failure_code, self.set_exit_code)
+            raise ReportedExit(self._failure_code, is_secondary=True)
 
     def set_exit_code(self, code: int) -> None:
         """Record the exit code of this process."""

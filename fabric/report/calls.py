@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, VERBS, CHECKPOINT = range(len(KINDS))
 _VERBS = (
     "agree", "all", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "any", "barrier",
-    "broadcast", "check_replicas", "clip_gradients", "compute_metrics", "gather", "normalize_gradients",
-    "reduce_scatter", "scatter",
+    "broadcast", "check_replicas", "clip_gradients", "compute_metrics", "find_batch_size", "gather",
+    "normalize_gradients", "reduce_scatter", "scatter",
 )  # fmt: skip
 _SAVES = {"save": "save", "save_latest": "save", "load": "load", "load_raw": "load", "load_latest": "load"}
 

@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 import time
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from fabric.core.backward_listeners import add_backward_listener
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.parts import Part
+from fabric.launch.parent_death import exit_listeners, report_exits
+from fabric.launch.rank_exit import exit_reason
 from fabric.report import calls
 from fabric.report.file import RankFile, check_directory
 from fabric.report.flops import peak_flops
@@ -28,7 +31,9 @@ from fabric.report.stragglers import Stragglers
 from fabric.strategies._torch import call_after_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from fabric.launch.parent_death import ReportedExit
 
 
 def record(fabric: Any, given: Any) -> None:
@@ -141,6 +146,19 @@ class Report(Part):
             if handle is not None:
                 handle.remove()
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Context of steps that are undone: they are not recorded, nor their seconds."""
+        if self.recorder is None:
+            yield
+            return
+        calls.timed_process.part = None
+        try:
+            with self.recorder.paused():
+                yield
+        finally:
+            calls.timed_process.part = self
+
     def teardown(self) -> None:
         """End the recording."""
         self.end()
@@ -151,6 +169,8 @@ class Report(Part):
         if recorder is None:
             return
         atexit.unregister(self._at_exit)
+        with suppress(ValueError):
+            exit_listeners.remove(self._on_exit)
         calls.timed_process.part = None
         for owner, name, own, ours in reversed(self._replaced):
             if vars(owner).get(name) is ours:  # else other code has replaced it since
@@ -160,6 +180,11 @@ class Report(Part):
         self._replaced.clear()
         recorder.end(error)
 
+    def _on_exit(self, error: ReportedExit, status: Any) -> None:
+        """Record an exit with a status other than 0 as a failure."""
+        if exit_reason(status)[0]:
+            self.end(error)
+
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the error that ended a script; at a prompt, the last one
         self.end(None if hasattr(sys, "ps1") or error is self._former_error else error)
@@ -168,6 +193,7 @@ class Report(Part):
         calls.timed_process.part = self
         self._former_error = getattr(sys, "last_value", None)
         atexit.register(self._at_exit)
+        report_exits(self._on_exit)
         add_backward_listener(self)
         compare = (
             [] if check is None else [(check, "compare", partial(calls.timed, calls.VERBS, calls.compared))]

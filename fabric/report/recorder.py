@@ -13,11 +13,13 @@ import threading
 import time
 import traceback
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.source import format_line, is_user_code
+from fabric.launch.parent_death import ReportedExit
 from fabric.launch.rank_exit import describe, is_secondary_failure, message_of
 from fabric.report.flops import FlopCounter, counts_flops
 from fabric.report.format import KINDS, pack_event, pack_step
@@ -80,6 +82,17 @@ class StepRecorder:
         self.since = now
         return previous
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context whose seconds are not counted."""
+        kind = self.switch(OTHER)
+        begin = self.since
+        try:
+            yield
+        finally:
+            self._kind, self.since = kind, _clock()
+            self._begin += self.since - begin
+
     def set_step_optimizer(self, optimizer: Any) -> None:
         """Count a step of this optimizer as a step of the run, unless an earlier optimizer does."""
         if self._optimizer() is None:
@@ -131,12 +144,17 @@ class StepRecorder:
             self.event("end")
         else:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_code(f.filename)]
-            values = {"error": type(error).__name__, "text": message_of(error)[:4000]}
+            name = type(error).__name__
+            if isinstance(error, ReportedExit):
+                name, (file, _, line) = "SystemExit", error.place.rpartition(":")
+                frames = [traceback.FrameSummary(file, int(line), "", lookup_line=False)]
+            values = {"error": name, "text": message_of(error)[:4000]}
             if frames:
                 values["place"] = format_line(frames[-1].filename, frames[-1].lineno or 0)
             if error.__cause__ is not None:
                 values["cause"] = describe(error.__cause__)
-            self.event("failure", **values, secondary=is_secondary_failure(describe(error)))
+            secondary = getattr(error, "is_secondary", False) or is_secondary_failure(describe(error))
+            self.event("failure", **values, secondary=secondary)
         if os.getpid() == self._pid:
             self.file.close()
 

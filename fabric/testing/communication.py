@@ -27,11 +27,12 @@ _KINDS = {
     "recv": "recv", "barrier": "barrier",
 }  # fmt: skip
 """Prefixes of torch's names of operations, longer ones first, and the names of this module."""
+_NO_COLLECTIVES = ("wait", "wrap_tensor")
 _NAMES = sorted(_KINDS, key=len, reverse=True)
 
 
 class Call(NamedTuple):
-    """One collective: its kind, the bytes of its largest argument (the whole tensor), the user's line."""
+    """One collective: its kind, the bytes of its largest tensor (the whole one), the user's line."""
 
     kind: str
     bytes: int
@@ -47,13 +48,15 @@ class Communication(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it is a collective."""
+        result = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and "wait" not in name:
-            name = name.lstrip("_")
+        name = name.lstrip("_")
+        if space in ("c10d", "_c10d_functional") and not name.startswith(_NO_COLLECTIVES):
             kind = next((_KINDS[start] for start in _NAMES if name.startswith(start)), name)
-            sides = [sum([t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)]) for arg in args]
-            self.log.append(Call(kind, max(sides, default=0), user_line()))
-        return func(*args, **(kwargs or {}))
+            sides = [*args, result] if space == "_c10d_functional" else args  # they return what they gathered
+            sizes = [sum([t.nbytes for t in tree_leaves(s) if isinstance(t, torch.Tensor)]) for s in sides]
+            self.log.append(Call(kind, max(sizes, default=0), user_line()))
+        return result
 
     @property
     def calls(self) -> int:

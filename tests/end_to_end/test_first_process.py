@@ -254,7 +254,12 @@ def test_the_end_of_a_terminal_is_a_request_to_stop(tmp_path, way):
     finally:
         print("saved", flush=True)
     """
-    command = [sys.executable, *way, str(script(tmp_path, body))]
+    # These tests may run under nohup, which ignores the signal.
+    reset = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", reset, sys.executable, *way, str(script(tmp_path, body))]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environ(), **streams) as job:
         ready = 0

@@ -52,7 +52,7 @@ def setup(how, **settings):
 def test_fsdp_brings_one_block_after_the_other(ranks, how, world):
     for most, now, whole, held, weights in ranks.run(setup, how, world_size=world):
         part = whole / world
-        assert held == now
+        assert held - SMALL <= now <= held  # gloo may free a message of before
         assert now <= part + SMALL
         begun = whole if how == "device" else part  # which fabric.init_module() builds there
         assert most <= (begun + BLOCK + BLOCK / world + SMALL) / BLOCK

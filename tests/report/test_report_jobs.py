@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -81,6 +82,68 @@ def test_ranks_of_a_function_record_its_failure(tmp_path, how):
     ends = [found(tmp_path, rank)[0][-1] for rank in (0, 1)]
     assert "failure" in ends  # the other rank may be stopped first
     assert max([found(tmp_path, rank)[1] for rank in (0, 1)]) == 9
+
+
+EXITS = """
+import os, signal, sys
+import torch
+from fabric import Fabric
+
+how, devices = sys.argv[1], int(sys.argv[2])
+fabric = Fabric(accelerator="cpu", devices=devices, report="report")
+fabric.launch()
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for number in range(4):
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+if how == "caught":
+    try:
+        sys.exit(3)
+    except SystemExit:
+        pass
+if how == "text" and fabric.is_global_zero:
+    sys.exit("the loss is nan")
+if how == "code" and fabric.is_global_zero:
+    sys.exit(3)
+if how == "zero":
+    sys.exit()
+if how == "kill" and fabric.global_rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+fabric.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_status_of_sys_exit_is_recorded(tmp_path, devices):
+    (tmp_path / "train.py").write_text(EXITS)
+    for how, code, last in (
+        ("text", 1, {"error": "SystemExit", "text": "the loss is nan", "place": "train.py:20"}),
+        ("code", 3, {"error": "SystemExit", "text": "3", "place": "train.py:22"}),
+        ("zero", 0, {"kind": "end"}),
+        ("caught", 0, {"kind": "end"}),
+    ):
+        done = subprocess.run([sys.executable, "train.py", how, str(devices)], cwd=tmp_path, timeout=300)
+        assert done.returncode == code, how
+        (*_, found) = [one for one in read(tmp_path / "report" / "rank-00000.bin") if isinstance(one, dict)]
+        assert last.items() <= found.items(), how
+
+
+@pytest.mark.slow
+def test_the_first_process_records_the_death_of_another_rank(tmp_path):
+    (tmp_path / "train.py").write_text(EXITS)
+    done = subprocess.run([sys.executable, "train.py", "kill", "2"], cwd=tmp_path, timeout=300)
+    assert done.returncode == 137
+    (*_, found) = [one for one in read(tmp_path / "report" / "rank-00000.bin") if isinstance(one, dict)]
+    assert (found["kind"], found["secondary"]) == ("failure", True)
+    summary = subprocess.run(
+        [sys.executable, "-m", "fabric", "report", "report", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=99,
+    )
+    assert json.loads(summary.stdout)["state"] == "failed"
 
 
 @pytest.mark.slow

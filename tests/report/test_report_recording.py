@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
+from fabric.batch_size.undo import StepUndo
 from fabric.collectives.channel import Channel
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.report import file, recorder, stragglers
@@ -194,6 +195,31 @@ def test_seconds_are_counted_to_the_innermost_kind(ranks, tmp_path, strategy, wo
         assert (saved["path"], saved["ok"], saved["seconds"] > 0) == (str(tmp_path / "x.pt"), True, True)
         assert loaded["step"] == 4
         assert list(events)[-1] == "end"
+
+
+def undone(directory):
+    with recorded(directory) as (fabric, clock):
+        model, optimizer = trained(fabric, clock)
+
+        def step():
+            fabric.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+
+        clock.pass_(3)
+        optimizer.zero_grad()
+        with StepUndo(fabric.strategy):
+            step()
+            clock.pass_(50)
+        clock.pass_(4)
+        step()
+    return contents(directory, fabric.global_rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_that_are_undone_are_not_recorded(ranks, tmp_path, world_size):
+    for _, steps in ranks.run(undone, tmp_path, world_size=world_size):
+        assert len(steps) == 4
+        assert steps[-1][10] == 0.5 + 3 + 4 + 10 + 1000, "the loop, the forward, the step"
 
 
 def loops(directory, epochs):

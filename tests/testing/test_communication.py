@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError
+from fabric.strategies import ModelParallelStrategy
 from fabric.testing import communication
 
 WIDTH = 16
@@ -39,6 +42,39 @@ def test_a_step_sends_what_its_layout_says(ranks, strategy, kinds, world):
             assert size <= sent <= size + 4 * WIDTH * world  # FSDP pads the last rank's rows
         assert set(by_kind) - set(kinds) <= {"broadcast"}
         assert all([line.rpartition(":")[0].endswith("test_communication.py") for line in by_line])
+
+
+def tensor_parallel(styles):
+    """A step of four layers whose outputs are joined by all-gathers, or of two pairs that need none."""
+    if styles == "pairs":
+        plan = [ColwiseParallel(), RowwiseParallel()] * 2
+    else:
+        plan = [ColwiseParallel(output_layouts=Replicate()) for _ in range(4)]
+    parallelize = lambda model, mesh: parallelize_module(  # noqa: E731
+        model, mesh["tensor_parallel"], {str(number): style for number, style in enumerate(plan)}
+    )
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=2)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, replica_check=False)
+    fabric.launch()
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    model = fabric.setup(model)
+    with communication() as counted:
+        fabric.backward(model(torch.ones(8, WIDTH)).sum())
+    fabric.strategy.teardown()
+    return counted.by_kind
+
+
+@pytest.mark.parametrize(
+    ("styles", "kinds"),
+    [
+        ("joined", {"all_gather": 4, "all_reduce": 3}),
+        ("pairs", {"all_reduce": 3}),  # of two outputs, and of the gradient of one input
+    ],
+)
+def test_collectives_of_tensor_parallel_layers(ranks, styles, kinds):
+    size = 8 * WIDTH * 4
+    for by_kind in ranks.run(tensor_parallel, styles, world_size=2):
+        assert by_kind == {kind: (calls, calls * size) for kind, calls in kinds.items()}
 
 
 def limits():

@@ -112,10 +112,11 @@ class RunAggregate:
         return {rank: entry for rank, entry in written.items() if rank < size}
 
     def is_alive(self, within: float = ALIVE_S) -> bool:
-        """Whether a rank has neither ended nor failed, and a rank wrote within the last `within` seconds."""
+        """Whether a rank has not ended, none has failed, and one wrote within the last `within` seconds."""
         entries = self.last_attempt().values()
         is_recent = time.time() - max([entry.end for entry in entries]) < within
-        return is_recent and any([entry.state == "open" for entry in entries])
+        states = {entry.state for entry in entries}
+        return is_recent and "open" in states and "failure" not in states
 
     def widen(self) -> None:
         """Merge the bins in pairs."""
