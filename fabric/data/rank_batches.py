@@ -125,7 +125,8 @@ class RankBatchSampler:
         """Whether the sampler itself must count, if its order begins with these items again."""
         sampler = self.order.sampler
         is_own = not type(sampler).__module__.startswith("torch.") and not with_set_epoch(sampler)
-        return is_own and len(flatten(head)[0]) >= _FEW
+        counts = [getattr(item, "numel", int)() or 1 for item in flatten(head)[0]]  # tensors of indices
+        return is_own and sum(counts) >= _FEW
 
     def _check_order(self, first: list[Any], expected_digest: list[Any]) -> None:
         if _order_digest(first) != expected_digest:

@@ -475,6 +475,13 @@ class CountedBatches(Counted):
         yield from torch.tensor([*super().__iter__()]).view(-1, 4).tolist()
 
 
+class TensorBatches(Counted):
+    """Another one, whose batches are tensors."""
+
+    def __iter__(self):
+        yield from torch.tensor([*super().__iter__()]).view(-1, 4)
+
+
 class Parts(CountedByFabric):
     """One part of the data in each epoch, in turn."""
 
@@ -493,6 +500,7 @@ class Backwards(Counted):
     ("kind", "sizes", "warned"),
     [
         (CountedBatches, [1, 1, 1], True),  # few items, each of several indices
+        (TensorBatches, [1, 1, 1], True),
         (Counted, [4, 4, 4], True),
         (Counted, [2, 2, 2], False),  # two may be equal by chance
         (Parts, [4, 4, 4], False),  # Fabric gives it the epoch: it repeats the order on purpose
@@ -504,8 +512,8 @@ class Backwards(Counted):
 def test_only_an_order_that_a_sampler_counted_is_warned_of(fabric, kind, sizes, warned):
     def load(size):
         sampler = range(16) if kind is torch.utils.data.SequentialSampler else 16
-        how = {"batch_sampler": kind(16)} if kind is CountedBatches else {"sampler": kind(sampler)}
-        how |= {} if kind is CountedBatches else {"batch_size": size}
+        in_batches = kind in (CountedBatches, TensorBatches)
+        how = {"batch_sampler": kind(16)} if in_batches else {"sampler": kind(sampler), "batch_size": size}
         return fabric.setup_dataloaders(DataLoader(range(16), **how))
 
     loader, found = load(sizes[0]), []

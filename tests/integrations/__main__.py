@@ -92,7 +92,10 @@ def test(name: str) -> bool:
 def outcome(name: str) -> tuple[str, bool]:
     """Install and test an engine; gives its row in the table, and whether it failed."""
     with INSTALLING:
-        why = install(name)
+        try:
+            why = install(name)
+        except Exception as error:  # the other engines are tested all the same
+            return f"{name:20} FAILED: {error!r}", True
     begun = time.monotonic()
     word = f"skipped: {why}" if why else "passed" if test(name) else "FAILED"
     return f"{name:20} {word} ({time.monotonic() - begun:.0f} s)", word == "FAILED"
