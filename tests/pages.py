@@ -77,7 +77,7 @@ def lives_of(program: str, folder: Path, processes: int = 2, warm: WarmPython | 
             done = warm.torchrun(script, ranks=processes)
         else:
             command = [sys.executable, *launcher, script.name]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=500, **settings)
         aborted_at_exit = by_hand and "terminate called without an active exception" in done.stderr
         assert done.returncode == 0 or aborted_at_exit, done.stderr  # pytorch#190489
         printed += done.stdout

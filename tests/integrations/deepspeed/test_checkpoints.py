@@ -174,7 +174,7 @@ def made_plain(way, folder, precision):
     if fabric.is_global_zero:
         command = [sys.executable, "-m", "fabric.integrations.deepspeed"]
         command += [f"{folder}/deepspeed", f"{folder}/plain.pt"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=400)
     fabric.barrier()
     fabric.strategy.teardown()
     fabric = launched(way, precision=precision)

@@ -24,7 +24,7 @@ def test_the_loop_is_plain_torch(tmp_path, command):
     environ["PYTHONPATH"] = str(SCRIPT.parents[3])
     file = tmp_path / "losses.pt"
     done = subprocess.run(
-        [*command, SCRIPT, file], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180
+        [*command, SCRIPT, file], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     torch.manual_seed(1)

@@ -21,7 +21,7 @@ from checkpoint import most_of
 @pytest.fixture(scope="module")
 def ranks():
     """Processes of their own: in these, freed memory goes back at once, as by MALLOC of memory.py."""
-    with RankPool(2, timeout=120.0, accelerator="cpu") as pool:
+    with RankPool(2, timeout=400.0, accelerator="cpu") as pool:
         yield pool
 
 

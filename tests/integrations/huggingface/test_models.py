@@ -177,7 +177,7 @@ COMPILED = [
 @pytest.mark.parametrize(("name", "strategy", "change"), COMPILED)
 def test_compiled_it_trains_the_same(ranks, name, strategy, change):
     places = world(strategy)
-    losses, state = ranks.run(on_ranks, name, strategy, None, change, world_size=places, timeout=150)[0]
+    losses, state = ranks.run(on_ranks, name, strategy, None, change, world_size=places, timeout=400)[0]
     expected_losses, expected = plain(name)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dict(state), dict(expected), rtol=1e-4, atol=1e-5)
