@@ -405,7 +405,8 @@ class SetupVerbs(RankFacts):
         return kind(forward_module, self._strategy, inner), optimizers, scheduler
 
     def _epochs_of_data(self) -> BegunEpochs:
-        self._begun_epochs = self._begun_epochs or BegunEpochs(lambda: self._models)
+        self._begun_epochs = self._begun_epochs or BegunEpochs()
+        self._begun_epochs.models = self._models
         return self._begun_epochs
 
     def _wrap_loader(

@@ -83,7 +83,7 @@ WRAPPED = {
     ("model", "summon_full_params"): "Write `with fabric.whole(model) as plain:`.",
     ("optimizer", "backward"): "Write fabric.backward(loss).",
     ("optimizer", "synchronize"): "Delete the call: the backward averages the gradients.",
-    ("loader", "total_batch_size"): "Write loader.batch_size * fabric.world_size.",
+    ("loader", "total_batch_size"): "It is loader.batch_size times the number of ranks",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -149,3 +151,20 @@ def test_tensors_with_gaps_between_their_numbers(ranks, strategy):
     """What lies in the gaps is not sent, and not written."""
     for rank, found in enumerate(ranks.run(strided, strategy, world_size=2)):
         assert found == [[1.0], [pytest.approx(1.8)], [10.0 + rank]]
+
+
+def test_a_fabric_is_freed_without_a_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        model = nn.Linear(2, 2)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = fabric.setup_dataloaders(torch.utils.data.DataLoader([1.0, 2.0]))
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        found = weakref.ref(fabric)
+        del fabric, model, optimizer, loader
+        assert found() is None
+    finally:
+        gc.enable()

@@ -214,7 +214,7 @@ _WRAPPERS = {
             "loss_scale scale_loss",
     },
     "loader": {
-        "loader.batch_size * fabric.world_size": "total_batch_size",
+        "It is loader.batch_size times the number of ranks that read different data.": "total_batch_size",
         "your own counter, or loader.batches_done": "end_of_dataloader",
     },
 }

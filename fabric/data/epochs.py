@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 
 class BegunEpochs:
@@ -15,21 +12,19 @@ class BegunEpochs:
     `for _ in range(3): loader = fabric.setup_dataloaders(DataLoader(data, shuffle=True))` would otherwise
     have the order of epoch 0 three times. The setup of a model resets the numbers, so that each trial begins
     with epoch 0.
-
-    Args:
-        models: Returns the number of models that were set up.
     """
 
-    def __init__(self, models: Callable[[], int]) -> None:
-        self._models, self._seen = models, 0
+    def __init__(self) -> None:
+        self.models = self._seen = 0
+        """Number of models that were set up."""
         self._next: list[tuple[weakref.ref[Any], int]] = []
 
     def __reduce__(self) -> Any:
         return _none, ()  # a copy of a loader has its own count
 
     def _restart(self) -> None:
-        if self._models() != self._seen:
-            self._next, self._seen = [], self._models()
+        if self.models != self._seen:
+            self._next, self._seen = [], self.models
 
     def next_of(self, loader: Any) -> int:
         """Return the number of the first epoch of a new loader."""

@@ -19,7 +19,7 @@ import time
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fabric.core.source import user_line
+from fabric.core.source import is_user_code, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,8 +164,8 @@ class ReportedExit(SystemExit):
     def __init__(self, status: Any, *, is_secondary: bool = False) -> None:
         super().__init__(*() if status is None else (status,))
         self.is_secondary = is_secondary
-        self.place = user_line()
-        """The user's line; there is no traceback any more when the status is read."""
+        self.place = _line_of_user()
+        """There is no traceback any more when the status is read."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -177,6 +177,13 @@ class ReportedExit(SystemExit):
 
                 return exit_reason(value)[0]
         return value
+
+
+def _line_of_user() -> str:
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return user_line(frame)
 
 
 def report_exits(listener: Callable[[ReportedExit, Any], object]) -> None:

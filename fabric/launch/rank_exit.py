@@ -91,8 +91,8 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     return text if rank is None else f"{text}, raised by rank {rank}"
 
 
-def message_of(error: BaseException) -> str:
-    """Return the message; an error of the user's `__str__` must not replace the failure of the rank."""
+def message_of(error: Any) -> str:
+    """Return the text of an exception or a status; an error of its `__str__` must not replace the failure."""
     try:
         return str(error)
     except Exception:
@@ -237,4 +237,4 @@ def exit_reason(status: Any) -> tuple[int, str]:
     if status is None or isinstance(status, int):
         code = int(status or 0)
         return code if code & 0xFF else int(code != 0), f"exit code {code}"
-    return 1, f"exit code 1 ({str(status).strip().partition(chr(10))[0]})"
+    return 1, f"exit code 1 ({message_of(status).strip().partition(chr(10))[0]})"

@@ -274,6 +274,12 @@ def test_a_step_that_the_loop_has_not_ended_does_not_count():
     assert (found["whole step"], found["without communication"]) == (0.1, 0.09)
 
 
+def test_a_devices_copies_of_the_hosts_events_do_not_count():
+    host = [row("ProfilerStep#2", 0, 100), row("ProfilerStep#3", 100, 200), row("fabric.forward", 10, 30)]
+    copies = [{**event, "ts": event["ts"] + 30, "cat": "gpu_user_annotation"} for event in host]
+    assert times_of([*copies, *host], 2) == times_of(host, 2)
+
+
 def short_loops(folder):
     parts = ready()
     told = [a_profile(folder / str(steps), parts, steps, wait=1, warmup=1)[0] for steps in (3, 4, 5)]

@@ -108,6 +108,11 @@ if how == "code" and fabric.is_global_zero:
     sys.exit(3)
 if how == "zero":
     sys.exit()
+if how == "parser" and fabric.is_global_zero:
+    import argparse
+    argparse.ArgumentParser().parse_args()
+if how == "unreadable" and fabric.is_global_zero:
+    sys.exit(type("Status", (), {"__str__": lambda self: 1 / 0})())
 if how == "kill" and fabric.global_rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 fabric.barrier()
@@ -121,6 +126,8 @@ def test_the_status_of_sys_exit_is_recorded(tmp_path, devices):
     for how, code, last in (
         ("text", 1, {"error": "SystemExit", "text": "the loss is nan", "place": "train.py:20"}),
         ("code", 3, {"error": "SystemExit", "text": "3", "place": "train.py:22"}),
+        ("parser", 2, {"error": "SystemExit", "text": "2", "place": "train.py:27"}),
+        ("unreadable", 1, {"error": "SystemExit", "place": "train.py:29"}),
         ("zero", 0, {"kind": "end"}),
         ("caught", 0, {"kind": "end"}),
     ):
