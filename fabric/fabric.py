@@ -28,6 +28,7 @@ from fabric.core.arguments import eager_verb, explains_arguments, item_count
 from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
 from fabric.core.messages import show
 from fabric.core.slices import use_slice
+from fabric.data.epochs import BegunEpochs
 from fabric.launch.parent_death import LAUNCHED, report_to_supervisor
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -109,6 +110,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         self._stopper = None
         self._launched = False
         self._clipped: set[tuple[int, int]] = set()
+        self._begun_epochs = BegunEpochs()
         # `fabric run` started this process as a rank: loops written for it need no launch().
         if not self._strategy.traits.needs_launch or os.environ.get(LAUNCHED) == "cli":
             self._enter_rank()

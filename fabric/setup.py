@@ -27,7 +27,6 @@ from fabric.core.arguments import explains_arguments
 from fabric.core.backward_listeners import optimizer_owners, parameters_of, setups
 from fabric.core.compile import recompile
 from fabric.core.tree import map_tree
-from fabric.data.epochs import BegunEpochs
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.init import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabric.data.epochs import BegunEpochs
     from fabric.strategies.free import StepCheck
 
 # For type checkers a model and an optimizer that were set up are of the user's own classes.
@@ -80,8 +80,8 @@ class SetupVerbs(RankFacts):
 
     _models = 0
     """Number of models that were set up."""
-    _begun_epochs: BegunEpochs | None = None
-    """Epochs of training since the last model was set up; None: no loader was."""
+    _begun_epochs: BegunEpochs
+    """Epochs of training since the last model was set up."""
     _step_check: StepCheck | None = None
     _backward_checked = False
     """Whether a backward has checked for models and loaders that were not set up."""
@@ -136,7 +136,7 @@ class SetupVerbs(RankFacts):
         if not self._launched:
             self._require_launch("setup()")
         self._models += 1
-        self._epochs_of_data()  # before trials of `find_batch_size`, which restore the epochs that there are
+        self._begun_epochs.models = self._models
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module, original = check_module(module, "fabric.setup", self._strategy)
@@ -404,21 +404,15 @@ class SetupVerbs(RankFacts):
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(forward_module, self._strategy, inner), optimizers, scheduler
 
-    def _epochs_of_data(self) -> BegunEpochs:
-        self._begun_epochs = self._begun_epochs or BegunEpochs()
-        self._begun_epochs.models = self._models
-        return self._begun_epochs
-
     def _wrap_loader(
         self, given: Any, shard: bool, move_to_device: bool, uneven: str | None, iterable: bool | None
     ) -> _FabricDataLoader:
         from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader
 
-        begun_epochs = self._epochs_of_data()
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         # One order on all ranks, even if their seeds differ, or one of them has looked at a batch.
-        seed, epoch = self._strategy.broadcast((seed, begun_epochs.next_of(given)))
+        seed, epoch = self._strategy.broadcast((seed, self._begun_epochs.next_of(given)))
         replica = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         share = Shard(replica["rank"], replica["num_replicas"]) if shard else Shard(self._data_rank, 1)
         topology = self._strategy.topology
@@ -444,6 +438,6 @@ class SetupVerbs(RankFacts):
             rank_group=rank_group,
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
             chose_uneven=uneven is not None,
-            begun=begun_epochs,
+            begun=self._begun_epochs,
             epoch=epoch,
         )

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from fabric.core._torch import MODULE_TABLES
-from fabric.core.arguments import attribute_of
+from fabric.core.arguments import attribute_of, missing_attribute
 from fabric.core.compile import is_compiled
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.lazy import lazy_names
@@ -205,10 +205,10 @@ class _FabricModule(Module):
         if added is not None:
             return strategy.method_plan(own["_fabric_wrapped"], added, False)
         try:
-            value = attribute_of("model", original, name)
-        except AttributeError:
+            value = getattr(original, name)
+        except AttributeError as error:
             if name not in _TENSOR_PROPERTIES or hasattr(type(original), name):
-                raise
+                raise missing_attribute("model", original, name, error)  # noqa: B904
             return _TENSOR_PROPERTIES[name](original, strategy)
         if not plain and isinstance(value, MethodType) and value.__self__ is original:
             return strategy.method_plan(own["_fabric_wrapped"], value, name in own["_fabric_marked"])

@@ -244,21 +244,24 @@ def item_count(value: Any, verb: str) -> int | float:
 
 
 def attribute_of(kind: str, holder: Any, name: str) -> Any:
-    """Return an attribute of the user's object that was set up.
-
-    Args:
-        kind: "model", "optimizer" or "loader".
-        holder: The object.
-        name: The attribute.
-
-    Raises:
-        AttributeError: There is none. The text has advice for names of other libraries' wrappers.
-    """
+    """Return an attribute of the user's object that was set up. Raises what `missing_attribute` returns."""
     try:
         return getattr(holder, name)
     except AttributeError as error:
-        if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
-            raise
-        from fabric.core.advice import wrapper_error
+        raise missing_attribute(kind, holder, name, error)  # noqa: B904 - it may be the same, with its cause
 
-        raise wrapper_error(kind, name, error)  # noqa: B904 - it may be the same error, with its cause
+
+def missing_attribute(kind: str, holder: Any, name: str, error: AttributeError) -> AttributeError:
+    """Return the error to raise for an attribute that a set-up object lacks.
+
+    Args:
+        kind: "model", "optimizer" or "loader".
+        holder: The user's object.
+        name: The attribute.
+        error: What `holder` raised; returned unless there is advice for the name.
+    """
+    if name.startswith("_") or hasattr(type(holder), name):  # the error is of a property
+        return error
+    from fabric.core.advice import wrapper_error
+
+    return wrapper_error(kind, name, error)

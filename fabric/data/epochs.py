@@ -20,7 +20,7 @@ class BegunEpochs:
         self._next: list[tuple[weakref.ref[Any], int]] = []
 
     def __reduce__(self) -> Any:
-        return _none, ()  # a copy of a loader has its own count
+        return BegunEpochs, ()  # copies have their own count
 
     def _restart(self) -> None:
         if self.models != self._seen:
@@ -43,10 +43,6 @@ class BegunEpochs:
             self._next = [*others, (weakref.ref(data), epoch + 1)]
         except TypeError:  # a list
             self._next = others
-
-
-def _none() -> None:
-    """Return None."""
 
 
 def _root(loader: Any) -> Any:
