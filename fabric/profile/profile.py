@@ -234,8 +234,8 @@ def times_of(events: list[dict[str, Any]], num_steps: int) -> dict[str, float]:
     Overlapping events of one phase count once, and a device's copies of the host's events do not. Only the
     first `num_steps` steps count; the loop did not end the one after them.
     """
-    spans_only = [e for e in events if e.get("ph") == "X" and e.get("cat") != "gpu_user_annotation"]
-    rows = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in spans_only]
+    complete = [e for e in events if e.get("ph") == "X" and e.get("cat") != "gpu_user_annotation"]
+    rows = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in complete]
     begun = sorted([(begin, end) for name, begin, end in rows if name.startswith(_STEP)])
     steps = begun[:num_steps]
     if not steps:
